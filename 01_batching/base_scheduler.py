@@ -17,8 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from typing import Any
+from weakref import proxy
 
-from request import Request, RequestStatus, check_integers, require
+from request import Request, RequestStatus
 from request_queue import RequestQueue
 from scheduler_interface import (
     NO_FINITE_LOGITS,
@@ -90,11 +92,19 @@ class DeltaEncoder:
 
 
 class SchedulerPlugin:
-    """A feature of a scheduler. Hooks about a single request are called only if its class overrides
-    them; all other hooks are called once per event. Without plugins there is no cost."""
+    """A feature of a scheduler: a class with the hooks that it needs. Those in `PER_REQUEST` are
+    called for one request after another, but only if a plugin defines them.
+
+    Optional tokens are draft tokens (chapter 5). They follow a request's last known token, and are
+    scheduled if budget and memory are left after every request got what it needs."""
+
+    PER_REQUEST = ("can_start", "skips_step", "num_optional_tokens", "num_optional_slots")
+    scheduler: Any  # the plugin's `BaseScheduler`
 
     def attach(self, scheduler: BaseScheduler) -> None:
-        """Called when the plugin is added to a scheduler."""
+        """Called when the plugin is added to a scheduler. The reference is weak: in a cycle, only
+        Python's garbage collector would free an engine's memory."""
+        self.scheduler = proxy(scheduler)
 
     def begin_step(self) -> None:
         """Called before a step is planned."""
@@ -107,6 +117,20 @@ class SchedulerPlugin:
     def skips_step(self, request: Request) -> bool:
         """Whether a running request skips this step."""
         return False
+
+    def num_optional_tokens(self, request: Request) -> int:
+        """How many optional tokens a request with one uncomputed token has."""
+        return 0
+
+    def num_optional_slots(self, request: Request, end: int) -> int:
+        """How many slots after position `end` are useful to the request, if they are free."""
+        return 0
+
+    def victim(self) -> Request | None:
+        """Return a request to preempt before this step is planned, or None (chapter 4)."""
+
+    def on_preempt(self, request: Request) -> None:
+        """Called before the request loses its KV (chapter 4)."""
 
     def on_start(self, request: Request) -> None:
         """Called when a request was admitted and runs."""
@@ -132,7 +156,10 @@ def overrides(plugin: object, declared: Callable[..., object]) -> bool:
 
 class BaseScheduler:
     """Owns the requests. Runs up to `max_num_seqs` of them at a time, with `max_num_batched_tokens`
-    tokens per step; `max_model_len` limits prompt plus outputs."""
+    tokens per step; `max_model_len` limits prompt plus outputs.
+
+    A step is one call of `schedule`, whose scheduled tokens count as computed from then on, and one
+    of `update_from_output`, which skips requests that were aborted in between."""
 
     def __init__(
         self,
@@ -143,50 +170,48 @@ class BaseScheduler:
         max_model_len: int | None,
         plugins: Sequence[SchedulerPlugin] = (),
     ) -> None:
-        check_integers(1, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
-        if max_model_len is not None:
-            check_integers(1, max_model_len=max_model_len)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_prompt_len = max_num_batched_tokens  # a step computes whole prompts
         self.max_model_len = max_model_len
         self.requests: dict[str, Request] = {}  # every unfinished request
         self.waiting = waiting
         self.running: dict[str, Request] = {}  # in order of admission
         self.delta = delta
-        self.plugins: tuple[SchedulerPlugin, ...] = ()
         self.set_plugins(plugins)
 
     def set_plugins(self, plugins: Sequence[SchedulerPlugin]) -> None:
         """Set the plugins, in the order in which their hooks are called."""
-        new = [plugin for plugin in plugins if plugin not in self.plugins]
         self.plugins = tuple(plugins)
-        base = SchedulerPlugin
-        for plugin in new:
+        self.hooks: dict[str, list[Callable[..., Any]]] = {}  # of `PER_REQUEST`
+        for plugin in self.plugins:
             plugin.attach(self)
-        self._admission_hooks = [p.can_start for p in self.plugins if overrides(p, base.can_start)]
-        self._skip_hooks = [p.skips_step for p in self.plugins if overrides(p, base.skips_step)]
+        for name in SchedulerPlugin.PER_REQUEST:
+            declared = getattr(SchedulerPlugin, name)
+            defining = [plugin for plugin in self.plugins if overrides(plugin, declared)]
+            self.hooks[name] = [getattr(plugin, name) for plugin in defining]
+
+    def schedule(self) -> SchedulerOutput:
+        """Plan a step."""
+        raise NotImplementedError
 
     def can_start(self, request: Request) -> bool:
-        return all(can_start(request) for can_start in self._admission_hooks)
+        return all(can_start(request) for can_start in self.hooks["can_start"])
 
     def skips_step(self, request: Request) -> bool:
-        return any(skips_step(request) for skips_step in self._skip_hooks)
+        return any(skips_step(request) for skips_step in self.hooks["skips_step"])
 
     def runnable_ids(self) -> list[str]:
         """Begin a step. Returns the ids of running requests that do not skip it, in order of
         admission."""
         for plugin in self.plugins:
             plugin.begin_step()
-        ids = list(self.running)
-        for skips_step in self._skip_hooks:
-            ids = [req_id for req_id in ids if not skips_step(self.running[req_id])]
-        return ids
+        return [name for name, request in self.running.items() if not self.skips_step(request)]
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises `ValueError`, and changes nothing, if its id is in use or it
         could never run. If a limit allows fewer outputs than `max_tokens`, that is lowered, and
         `request.length_limit` names the limit."""
-        require(isinstance(request, Request), "request", request, "a Request")
         if request.request_id in self.requests:
             raise ValueError(
                 f"request_id must be unique, got {request.request_id!r}, which is in use"
@@ -207,10 +232,10 @@ class BaseScheduler:
 
     def check_prompt(self, request: Request) -> None:
         """Raise `ValueError` for a prompt that no step can compute."""
-        if request.num_prompt_tokens > self.max_num_batched_tokens:
+        if request.num_prompt_tokens > self.max_prompt_len:
             raise ValueError(
                 f"{describe_prompt(request)}, but a whole prompt must fit in one step, "
-                f"max_num_batched_tokens={self.max_num_batched_tokens}"
+                f"max_num_batched_tokens={self.max_prompt_len}"
             )
 
     def length_limits(self, request: Request) -> dict[str, int]:
@@ -273,21 +298,17 @@ class BaseScheduler:
     def update_from_output(
         self, plan: SchedulerOutput, output: StepOutput
     ) -> Sequence[EngineCoreOutput]:
-        """Append the sampled tokens, and remove the requests that finished. Raises `ValueError` if
-        `output` is not a `StepOutput`."""
-        allowed = "a StepOutput; StepOutput(tokens_by_id) makes one"
-        require(isinstance(output, StepOutput), "output", output, allowed)
+        """Append the sampled tokens, and remove the requests that finished."""
         for plugin in self.plugins:
             plugin.on_output(plan, output)
         rows = zip(
             plan.scheduled_requests, plan.start_positions, plan.num_scheduled_tokens.values()
         )
-        results = [
+        return [
             self.append_sampled_tokens(request, start, start + num_tokens, output)
             for request, start, num_tokens in rows
             if request.status < _FINISHED  # else it was aborted between schedule and update
         ]
-        return results
 
     def append_sampled_tokens(
         self, request: Request, start: int, end: int, output: StepOutput
@@ -324,9 +345,6 @@ class BaseScheduler:
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
-
-    def get_num_unfinished_requests(self) -> int:
-        return len(self.requests)
 
     def get_request_counts(self) -> tuple[int, int]:
         """`(running, waiting)`."""

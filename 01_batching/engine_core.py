@@ -5,8 +5,9 @@
     results = scheduler.update_from_output(plan, handle.wait())     final tokens
 
 `begin` is the first two lines, `finish` the third. A clock between them says how long each took
-(`beyond/step_record.py`). Chapter 1 uses `FCFSScheduler` and `HFModelRunner`, the engine in `common` uses others, and this
-file stays unchanged. (nano-vllm's loop has the same three lines, vLLM's `EngineCore.step` too.)
+(`beyond/step_record.py`). Chapter 1 uses `FCFSScheduler` and `HFModelRunner`, the engine in
+`common` uses others, and this file stays unchanged. (nano-vllm's loop has the same three lines,
+vLLM's `EngineCore.step` too.)
 
 See 01_batching/README.md#the-loop"""
 

@@ -15,12 +15,12 @@ from collections.abc import Sequence
 
 from base_scheduler import BaseScheduler, DeltaEncoder, SchedulerPlugin
 from request import Request, RequestStatus
-from request_queue import create_request_queue
+from request_queue import RequestQueue
 from scheduler_interface import SchedulerOutput
 
 
 class FCFSScheduler(BaseScheduler):
-    """Iteration-level scheduling of whole prompts. A `SchedulerInterface`."""
+    """Iteration-level scheduling of whole prompts."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class FCFSScheduler(BaseScheduler):
         plugins: Sequence[SchedulerPlugin] = (),
     ) -> None:
         super().__init__(
-            waiting=create_request_queue("fcfs"),
+            waiting=RequestQueue(),
             delta=delta or DeltaEncoder(),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -32,24 +31,17 @@ from input_batch import InputBatch, RunnerState, prepare_inputs_from_scheduler_o
 from scheduler_interface import NO_FINITE_LOGITS, FinishedStep, RunnerInput, StepOutput, StepTimer
 
 
-class TokenSampler(Protocol):
-    """Samples a token for each request from its row of `logits` `[len(req_ids), vocab_size]`."""
-
-    def sample(self, logits: torch.Tensor, req_ids: Sequence[str]) -> StepOutput: ...
-
-
-class GreedySampler:
-    """Picks the most likely token; of equals, the lowest id."""
-
-    def sample(self, logits: torch.Tensor, req_ids: Sequence[str]) -> StepOutput:
-        highest, tokens = logits.max(dim=-1)  # NaN counts as the highest
-        # The host waits for the device only in `tolist`.
-        tokens = torch.where(highest.isfinite(), tokens, -1).tolist()
-        chosen = dict(zip(req_ids, tokens, strict=True))
-        return StepOutput(
-            {req_id: [token] for req_id, token in chosen.items() if token >= 0},
-            errors={req_id: NO_FINITE_LOGITS for req_id, token in chosen.items() if token < 0},
-        )
+def sample_greedy(logits: torch.Tensor, req_ids: Sequence[str]) -> StepOutput:
+    """Pick the most likely token from each row of `logits` `[len(req_ids), vocab_size]`; of equals,
+    the lowest id."""
+    highest, tokens = logits.max(dim=-1)  # NaN counts as the highest
+    # The host waits for the device only in `tolist`.
+    tokens = torch.where(highest.isfinite(), tokens, -1).tolist()
+    chosen = dict(zip(req_ids, tokens, strict=True))
+    return StepOutput(
+        {req_id: [token] for req_id, token in chosen.items() if token >= 0},
+        errors={req_id: NO_FINITE_LOGITS for req_id, token in chosen.items() if token < 0},
+    )
 
 
 class StackedKV(DynamicCache):
@@ -90,13 +82,11 @@ class StackedKV(DynamicCache):
 
 
 class HFModelRunner:
-    """A `ModelRunner` for `model`, on its device and in its dtype; greedy without a `sampler`.
-    Raises `ValueError` if `batched` and some layers keep something other than all keys and values
-    (sliding windows, recurrent state), which cannot be stacked."""
+    """A greedy `ModelRunner` for `model`, on its device and in its dtype. Raises `ValueError` if
+    `batched` and some layers keep something other than all keys and values (sliding windows,
+    recurrent state), which cannot be stacked."""
 
-    def __init__(
-        self, model: PreTrainedModel, batched: bool = True, sampler: TokenSampler | None = None
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, batched: bool = True) -> None:
         for layer in DynamicCache(config=model.config).layers if batched else ():
             if type(layer) is not DynamicLayer:
                 raise ValueError(
@@ -106,7 +96,6 @@ class HFModelRunner:
                 )
         self.model = model.eval()
         self.batched = batched
-        self.sampler = sampler or GreedySampler()
         self.state = RunnerState()
         self.num_model_calls = 0
         self.num_bytes_copied = 0  # KV written by stacking and appending, new KV included
@@ -120,7 +109,7 @@ class HFModelRunner:
         if batch.req_ids:
             logits = self.forward(batch)
             clock.lap("forward_ms")
-            output = self.sampler.sample(logits, batch.req_ids)
+            output = sample_greedy(logits, batch.req_ids)
             clock.lap("sample_ms")
         output.times = clock.ms
         return FinishedStep(output)
@@ -130,7 +119,7 @@ class HFModelRunner:
         if plan.reset:
             self._caches.clear()
         for req_id in plan.finished_req_ids:
-            self.free_request_cache(req_id)
+            self._caches.pop(req_id, None)
         return prepare_inputs_from_scheduler_output(plan, self.state)
 
     @torch.inference_mode()
@@ -194,22 +183,9 @@ class HFModelRunner:
                 cache.update(keys[row, :, :new_len], values[row, :, :new_len], layer)
         return output.logits[torch.arange(batch.batch_size, device=device), column_of_row]
 
-    def execute_model_batch(self, input_batch: InputBatch) -> dict[str, torch.Tensor]:
-        """Like `forward`, as `{req_id: logits [vocab_size]}`."""
-        logits = self.forward(input_batch) if input_batch.req_ids else ()
-        return dict(zip(input_batch.req_ids, logits, strict=True))
-
-    def free_request_cache(self, req_id: str) -> None:
-        """Drop a request's KV. Unknown ids are ignored."""
-        self._caches.pop(req_id, None)
-
     def num_computed_tokens(self, req_id: str) -> int:
         """Number of positions of the request whose KV is held."""
         return self._caches[req_id].get_seq_length() if req_id in self._caches else 0
-
-    @property
-    def cached_req_ids(self) -> set[str]:
-        return set(self._caches)
 
 
 def make_mask(

@@ -99,18 +99,10 @@ class InputBatch:
     req_ids: list[str]
     token_ids: list[list[int]]  # tokens that each request computes in this step
     start_positions: list[int]  # the position of each row's first token
-    # The name in the Chinese blog posts: whether the row computes positions of the prompt.
-    is_prefill: list[bool]
-    prompt_lens: list[int]  # the name in the Chinese blog posts
 
     @property
     def batch_size(self) -> int:
         return len(self.req_ids)
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens without padding."""
-        return sum(map(len, self.token_ids))
 
     def to_tensors(
         self, device: torch.device | str, pad_token_id: int = 0
@@ -129,8 +121,11 @@ class InputBatch:
             mask.append([1] * len(row) + [0] * num_padding)
             positions.append([*range(start, start + len(row))] + [0] * num_padding)
         shape = (self.batch_size, max_len)
-        made = [torch.tensor(x, device=device).long().view(shape) for x in (ids, mask, positions)]
-        return made[0], made[1], made[2]
+        return (
+            torch.tensor(ids, device=device).long().view(shape),
+            torch.tensor(mask, device=device).long().view(shape),
+            torch.tensor(positions, device=device).long().view(shape),
+        )
 
 
 def prepare_inputs_from_scheduler_output(plan: RunnerInput, state: RunnerState) -> InputBatch:
@@ -138,7 +133,7 @@ def prepare_inputs_from_scheduler_output(plan: RunnerInput, state: RunnerState) 
     ones. Raises `ValueError` for a row that does not end with its request's last known token, which
     would yield no logits to sample from: chapter 1 computes whole prompts."""
     state.apply(plan)
-    batch = InputBatch([], [], [], [], [])
+    batch = InputBatch([], [], [])
     for req_id, start in plan.starts().items():
         request = state.requests[req_id]
         stop = start + plan.num_scheduled_tokens[req_id]
@@ -147,10 +142,7 @@ def prepare_inputs_from_scheduler_output(plan: RunnerInput, state: RunnerState) 
                 f"request {req_id!r}: positions [{start}, {stop}) are scheduled, but only "
                 f"{request.num_tokens} tokens are known"
             )
-        num_prompt = len(request.prompt_token_ids)
         batch.req_ids.append(req_id)
         batch.token_ids.append(request.tokens(start, stop))
         batch.start_positions.append(start)
-        batch.is_prefill.append(start < num_prompt)
-        batch.prompt_lens.append(num_prompt)
     return batch

@@ -33,16 +33,25 @@ from functools import partial
 from numbers import Integral, Real
 from typing import Any, TypeGuard
 
-# Limits of `SamplingParams`: the lowest integer; the interval of numbers, its lowest and highest.
-_INTEGERS = {"n": 1, "top_k": 0, "max_tokens": 1, "min_tokens": 0, "logprobs": -1, "seed": None}
-_NUMBERS = {
-    "temperature": ("[0.0, inf)", 0.0, sys.float_info.max),
-    "top_p": ("(0.0, 1.0]", math.ulp(0.0), 1.0),
-    "min_p": ("[0.0, 1.0]", 0.0, 1.0),
-    "repetition_penalty": ("[1e-6, 1e6]", 1e-6, 1e6),  # dividing logits by less gives infinity
-    "presence_penalty": ("[-2.0, 2.0]", -2.0, 2.0),
-    "frequency_penalty": ("[-2.0, 2.0]", -2.0, 2.0),
+# What each number of `SamplingParams` may be, its lowest and its highest value. A lowest value that
+# is an `int` means integers.
+_RANGES = {
+    "n": ("an integer >= 1", 1, math.inf),
+    "top_k": ("an integer >= 0", 0, math.inf),
+    "max_tokens": ("an integer >= 1", 1, math.inf),
+    "min_tokens": ("an integer >= 0", 0, math.inf),
+    "logprobs": ("an integer >= -1", -1, math.inf),
+    "seed": ("a signed 64-bit integer", -(2**63), 2**63 - 1),
+    "temperature": ("a finite number in [0.0, inf)", 0.0, sys.float_info.max),
+    "top_p": ("a finite number in (0.0, 1.0]", math.ulp(0.0), 1.0),
+    "min_p": ("a finite number in [0.0, 1.0]", 0.0, 1.0),
+    # Dividing logits by less gives infinity.
+    "repetition_penalty": ("a finite number in [1e-6, 1e6]", 1e-6, 1e6),
+    "presence_penalty": ("a finite number in [-2.0, 2.0]", -2.0, 2.0),
+    "frequency_penalty": ("a finite number in [-2.0, 2.0]", -2.0, 2.0),
 }
+_MAY_BE_NONE = ("max_tokens", "logprobs", "seed")
+_SWITCHES = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,44 +104,36 @@ class SamplingParams:
             require(self.grammar is None, "structured_outputs", self.structured_outputs, other)
             set_field("grammar", self.structured_outputs)
             set_field("structured_outputs", None)
-        for name, unset in (("top_k", 0), ("seed", None)):
-            if _is_integer(getattr(self, name)) and getattr(self, name) == -1:
-                set_field(name, unset)
+        if self.top_k == -1:
+            set_field("top_k", 0)
+        if self.seed == -1:
+            set_field("seed", None)
         for name in ("stop", "stop_token_ids"):
             values = () if getattr(self, name) is None else getattr(self, name)
-            # Iterating these gives numbers or keys.
-            is_other = isinstance(values, bytes | bytearray | Mapping)
-            require(isinstance(values, Iterable) and not is_other, name, values, "a sequence")
+            require(isinstance(values, Iterable), name, values, "a sequence")
             set_field(name, tuple(values))
-        stop = self.stop
-        ids = self.stop_token_ids
-        require(all(isinstance(s, str) and s for s in stop), "stop", stop, "non-empty strings")
-        require(all(_is_integer(t) and t >= 0 for t in ids), "stop_token_ids", ids, "integers >= 0")
-        set_field("stop_token_ids", tuple(map(int, ids)))
-        for name, lowest in _INTEGERS.items():
-            if name in ("max_tokens", "logprobs", "seed") and getattr(self, name) is None:
+        are_texts = all(isinstance(text, str) and text for text in self.stop)
+        require(are_texts, "stop", self.stop, "non-empty strings")
+        are_ids = all(_is_integer(token) and token >= 0 for token in self.stop_token_ids)
+        require(are_ids, "stop_token_ids", self.stop_token_ids, "integers >= 0")
+        set_field("stop_token_ids", tuple(map(int, self.stop_token_ids)))
+        for name, (allowed, low, high) in _RANGES.items():
+            if name in _MAY_BE_NONE and getattr(self, name) is None:
                 continue
             value = getattr(self, name)
-            check_integers(lowest, **{name: value})
-            set_field(name, int(value))  # NumPy's integers overflow
-        for name, (interval, low, high) in _NUMBERS.items():
-            value = getattr(self, name)
-            if isinstance(value, Real) and not isinstance(value, int):
-                value = float(value)  # NumPy compares in another precision
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            is_allowed = is_number and low <= value <= high
-            require(is_allowed, name, value, f"a finite number in {interval}")
-            set_field(name, float(value))
-        for name in ("ignore_eos", "skip_special_tokens"):
+            kind = type(low)
+            is_right = _is_integer(value) if kind is int else _is_number(value)
+            require(is_right and low <= kind(value) <= high, name, value, allowed)
+            set_field(name, kind(value))  # NumPy's integers overflow
+        for name in _SWITCHES:
             value = getattr(self, name)
             require(isinstance(value, bool), name, value, "True or False")
-        min_tokens = self.min_tokens
+        skips = self.skip_reading_prefix_cache
+        is_right = skips is None or isinstance(skips, bool)
+        require(is_right, "skip_reading_prefix_cache", skips, "None, True or False")
         limit = self.max_tokens
-        seed = self.seed
-        allowed = f"<= max_tokens ({limit})"
-        require(limit is None or min_tokens <= limit, "min_tokens", min_tokens, allowed)
-        fits = seed is None or -(2**63) <= seed < 2**63
-        require(fits, "seed", seed, "a signed 64-bit integer")
+        is_right = limit is None or self.min_tokens <= limit
+        require(is_right, "min_tokens", self.min_tokens, f"<= max_tokens ({limit})")
 
     @property
     def is_greedy(self) -> bool:
@@ -148,15 +149,18 @@ def require(is_allowed: bool, name: str, value: object, allowed: str) -> None:
 
 def check_integers(lowest: int | None = None, **fields: object) -> None:
     """Raise `ValueError` for a field that is not an integer, or below `lowest`."""
+    allowed = "an integer" if lowest is None else f"an integer >= {lowest}"
     for name, value in fields.items():
-        if not _is_integer(value) or (lowest is not None and value < lowest):
-            require(
-                False, name, value, "an integer" if lowest is None else f"an integer >= {lowest}"
-            )
+        is_right = _is_integer(value) and (lowest is None or value >= lowest)
+        require(is_right, name, value, allowed)
 
 
 def _is_integer(value: object) -> TypeGuard[int]:
-    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 class RequestStatus(IntEnum):
@@ -279,14 +283,10 @@ class Request:
             self.status = RequestStatus.FINISHED_LENGTH_CAPPED
 
     def check_invariants(self) -> None:
-        shown = repr(self)
-        max_tokens = self.max_tokens
-        requested = self.sampling_params.max_tokens
-        assert 0 <= self.num_computed_tokens <= self.num_tokens + self.num_output_placeholders, (
-            shown
-        )
-        assert self.all_token_ids == self.prompt_token_ids + self.output_token_ids, shown
-        assert requested is not None and self.num_output_tokens <= max_tokens <= requested, shown
+        num_known = self.num_tokens + self.num_output_placeholders
+        assert 0 <= self.num_computed_tokens <= num_known, self
+        assert self.all_token_ids == self.prompt_token_ids + self.output_token_ids, self
+        assert self.num_output_tokens <= self.max_tokens, self
 
     def __repr__(self) -> str:
         return (

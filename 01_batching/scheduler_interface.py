@@ -14,11 +14,10 @@ See 01_batching/README.md#the-plan-and-the-answer"""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from request import Request, RequestStatus, SamplingParams
+from request import Request, SamplingParams
 
 PENDING = -1  # a token to be sampled by a step in flight (`beyond/overlap_plugin.py`)
 
@@ -48,10 +47,6 @@ class CachedRequestData:
     resumed_req_ids: set[str] = field(default_factory=set)  # chapter 4: sent in full
     # Requests whose last new token is `PENDING`: the runner sampled it itself.
     pending_req_ids: list[str] = field(default_factory=list)
-
-    @property
-    def num_reqs(self) -> int:
-        return len(self.req_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +98,11 @@ class SchedulerOutput(RunnerInput):
     # First position that each request computes.
     start_positions: list[int] = field(default_factory=list)
     num_kv_blocks_in_use: int = 0  # chapter 2
+    # Chapter 4. Why admission stopped, and the id of the request at which it did (`""`: no
+    # particular one).
+    preempted_requests: list[Request] = field(default_factory=list)
+    num_recomputed_tokens: int = 0
+    admission_stop: tuple[str, str] | None = None
 
 
 @dataclass(slots=True)
@@ -172,32 +172,3 @@ class EngineCoreOutput:
     stop_reason: int | str | None = None
     logprobs: list | None = None
     finish_detail: str | None = None  # the cause: a limit other than its own, or an error
-
-
-class SchedulerInterface(Protocol):
-    """A step is one call of `schedule`, whose scheduled tokens count as computed from then on, and
-    one of `update_from_output`, which skips requests that were aborted in between.
-
-    `add_request` raises `ValueError`, and changes nothing, if a request can never be served.
-    `finish_requests` finishes requests from outside, at any time, and ignores unknown ids;
-    `abort_request` aborts one. After a call that raised or was interrupted, `clear` ends all
-    requests that have started with an error, and leaves the others in the queue.
-    """
-
-    requests: dict[str, Request]  # every unfinished request
-    running: dict[str, Request]  # admitted requests, in order of admission
-
-    @property
-    def waiting(self) -> Iterable[Request]: ...  # the others, in the order in which they are tried
-    def add_request(self, request: Request) -> None: ...
-    def schedule(self) -> SchedulerOutput: ...
-    def update_from_output(
-        self, plan: SchedulerOutput, output: StepOutput
-    ) -> Sequence[EngineCoreOutput]: ...
-    def finish_requests(self, request_ids: str | Iterable[str], status: RequestStatus) -> None: ...
-    def abort_request(self, request_id: str) -> None: ...
-    def clear(self) -> None: ...
-    def has_unfinished_requests(self) -> bool: ...
-    def get_num_unfinished_requests(self) -> int: ...
-    def get_request_counts(self) -> tuple[int, int]: ...  # running, waiting
-    def check_invariants(self) -> None: ...

@@ -13,7 +13,7 @@ from transformers import Lfm2Config, Lfm2ForCausalLM
 from bounded_loops import as_long_as
 from engine_core import EngineCore
 from fcfs_scheduler import FCFSScheduler
-from hf_model_runner import GreedySampler, HFModelRunner
+from hf_model_runner import HFModelRunner, sample_greedy
 from input_batch import InputBatch
 from request import Request, SamplingParams
 from scheduler_interface import NO_FINITE_LOGITS
@@ -32,7 +32,7 @@ def batch_of(rows: dict[str, tuple[list[int], int]]) -> InputBatch:
     """`{req_id: (all its tokens, the position where this step starts)}`."""
     starts = [start for _, start in rows.values()]
     computed = [tokens[start:] for tokens, start in rows.values()]
-    return InputBatch(list(rows), computed, starts, [], [])
+    return InputBatch(list(rows), computed, starts)
 
 
 @torch.inference_mode()
@@ -62,7 +62,7 @@ def test_logits_equal_those_of_full_recomputation(model, batched, seed, request)
         if tokens and rng.random() < 0.4:
             freed = rng.choice(sorted(tokens))
             del tokens[freed]
-            runner.free_request_cache(freed)
+            runner._caches.pop(freed, None)
         for i in range(rng.randint(0 if tokens else 1, 2)):
             tokens[f"{step}.{i}"] = []
         rows = {}
@@ -70,8 +70,7 @@ def test_logits_equal_those_of_full_recomputation(model, batched, seed, request)
             start = len(tokens[req_id])
             tokens[req_id] += random_tokens(rng, rng.choice([1, 1, 2, 6]))
             rows[req_id] = (tokens[req_id], start)
-        logits = runner.execute_model_batch(batch_of(rows))
-        assert list(logits) == list(rows)
+        logits = dict(zip(rows, runner.forward(batch_of(rows)), strict=True))
         for req_id in rows:
             expected = recompute(model, tokens[req_id])
             torch.testing.assert_close(logits[req_id], expected, atol=1e-9, rtol=1e-9, msg=seed)
@@ -120,7 +119,7 @@ def test_tokens_equal_those_of_generate_under_random_arrivals(model, oracle, bat
             tokens = tokens[: request.num_output_tokens]
         assert request.output_token_ids == tokens, f"seed {seed}, request {request.request_id}"
     assert engine.step() == []
-    assert not runner.cached_req_ids, "KV of finished requests is still held"
+    assert not runner._caches, "KV of finished requests is still held"
 
 
 @pytest.mark.parametrize(("batched", "num_calls", "num_copied"), [(True, 2, 26), (False, 4, 14)])
@@ -129,9 +128,9 @@ def test_one_call_of_the_model_per_step_or_one_per_request(qwen3, batched, num_c
     bytes = 512 bytes. Step 1 computes 5 and 1 tokens: 6 written, nothing to stack. Step 2 computes
     one each: appending writes 6 and 2 positions again, and 2 rows x (5 + 1) columns are stacked."""
     runner = HFModelRunner(qwen3, batched)
-    runner.execute_model_batch(batch_of({"a": ([1, 2, 3, 4, 5], 0), "b": ([6], 0)}))
+    runner.forward(batch_of({"a": ([1, 2, 3, 4, 5], 0), "b": ([6], 0)}))
     assert runner.num_bytes_copied == runner.num_bytes_new == 512 * 6
-    runner.execute_model_batch(batch_of({"a": ([1] * 6, 5), "b": ([6, 8], 1)}))
+    runner.forward(batch_of({"a": ([1] * 6, 5), "b": ([6, 8], 1)}))
     assert runner.num_model_calls == num_calls
     assert (runner.num_bytes_new, runner.num_bytes_copied) == (512 * 8, 512 * num_copied)
 
@@ -140,7 +139,7 @@ def test_one_call_of_the_model_per_step_or_one_per_request(qwen3, batched, num_c
 def test_kv_that_is_kept_is_no_view_of_the_batch(qwen3, batched):
     """Trap 9: a short row beside a long one must not keep the long one's memory alive."""
     runner = HFModelRunner(qwen3, batched)
-    runner.execute_model_batch(batch_of({"a": ([1] * 40, 0), "b": ([6], 0)}))
+    runner.forward(batch_of({"a": ([1] * 40, 0), "b": ([6], 0)}))
     for layer in runner._caches["b"].layers:
         for tensor in (layer.keys, layer.values):
             assert tensor.shape[2] == 1
@@ -152,14 +151,14 @@ def test_a_row_that_does_not_follow_its_kv_is_refused(qwen3, batched):
     """Trap 29: one off, and the text would be fluent and wrong. Traps 19 and 24: nor may a request
     start again, for this runner knows no preemption. Nothing has been computed then."""
     runner = HFModelRunner(qwen3, batched)
-    runner.execute_model_batch(batch_of({"a": ([1, 2, 3], 0)}))
+    runner.forward(batch_of({"a": ([1, 2, 3], 0)}))
     calls = runner.num_model_calls
     for start in (0, 2, 4):
         rows = {"b": ([1], 0), "a": ([1, 2, 3, 4, 5], start)}
         with pytest.raises(ValueError, match=f"'a'.*position {start}.*held for 3"):
-            runner.execute_model_batch(batch_of(rows))
+            runner.forward(batch_of(rows))
     assert runner.num_model_calls == calls
-    assert runner.cached_req_ids == {"a"}
+    assert set(runner._caches) == {"a"}
 
 
 def test_a_past_of_another_kind_is_refused_batched_and_right_one_by_one(oracle):
@@ -181,8 +180,8 @@ def test_a_past_of_another_kind_is_refused_batched_and_right_one_by_one(oracle):
 @pytest.mark.parametrize("row", [[0, math.nan, 1], [0, math.inf, 1], [-math.inf] * 3], ids=str)
 def test_the_greedy_sampler_samples_no_token_from_a_row_without_a_finite_maximum(row):
     logits = torch.tensor([row, [3.0, 0.0, 1.0], [0.0, 2.0, 1.0]])
-    output = GreedySampler().sample(logits, ["b", "a", "c"])
+    output = sample_greedy(logits, ["b", "a", "c"])
     assert output.token_ids == {"a": [0], "c": [1]}
     assert output.errors == {"b": NO_FINITE_LOGITS}
     with pytest.raises(ValueError):
-        GreedySampler().sample(logits, ["b"])
+        sample_greedy(logits, ["b"])

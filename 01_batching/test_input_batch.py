@@ -51,10 +51,7 @@ def test_the_worked_example():
     assert mixed.req_ids == ["a", "b", "c", "d"]
     assert mixed.token_ids == [[1, 2, 3, 4, 5], [6, 7, 8], [12], [17]]
     assert mixed.start_positions == [0, 0, 3, 4]
-    assert mixed.is_prefill == [True, True, False, False]
-    assert mixed.prompt_lens == [5, 3, 2, 4]
-    assert (mixed.batch_size, mixed.num_tokens, plan.total_num_scheduled_tokens) == (4, 10, 10)
-    assert (plan.scheduled_cached_reqs.num_reqs, plan.is_empty) == (2, False)
+    assert (mixed.batch_size, plan.total_num_scheduled_tokens, plan.is_empty) == (4, 10, False)
 
 
 BATCHES = {  # rows and start positions
@@ -69,7 +66,7 @@ BATCHES = {  # rows and start positions
 def test_rows_become_tensors_as_often_as_they_are_asked_for(name):
     """Trap 33: in deterministic mode PyTorch fills memory that it does not initialise."""
     rows, starts = BATCHES[name]
-    batch = InputBatch([*map(str, starts)], [*map(list, rows)], starts, [True] * len(rows), [])
+    batch = InputBatch([*map(str, starts)], [*map(list, rows)], starts)
     longest = max(map(len, rows), default=0)
     expected = [[], [], []]
     for row, start in zip(rows, starts, strict=True):
@@ -89,19 +86,18 @@ def test_rows_become_tensors_as_often_as_they_are_asked_for(name):
 
 
 @pytest.mark.parametrize(
-    ("plan", "row", "start", "is_prefill"),
+    ("plan", "row", "start"),
     [
-        (SchedulerOutput([new("a", [1, 2, 3, 4], 3)], num_scheduled_tokens={"a": 1}), [4], 3, True),
-        (resumed(0), [1, 2, 3, 8, 9], 0, True),
-        (resumed(2), [3, 8, 9], 2, True),
-        (resumed(3), [8, 9], 3, False),
+        (SchedulerOutput([new("a", [1, 2, 3, 4], 3)], num_scheduled_tokens={"a": 1}), [4], 3),
+        (resumed(0), [1, 2, 3, 8, 9], 0),
+        (resumed(2), [3, 8, 9], 2),
+        (resumed(3), [8, 9], 3),
     ],
     ids=["new, with a cached prefix", "resumed", "resumed, cached", "resumed, its prompt cached"],
 )
-def test_a_row_begins_where_the_plan_says(plan, row, start, is_prefill):
+def test_a_row_begins_where_the_plan_says(plan, row, start):
     batch = prepare(plan)
     assert (batch.token_ids, batch.start_positions) == ([row], [start])
-    assert batch.is_prefill == [is_prefill]
 
 
 @pytest.mark.parametrize("count", [2, 0])

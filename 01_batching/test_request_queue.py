@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from request import Request
-from request_queue import RequestQueue, create_request_queue
+from request_queue import RequestQueue
 
 
 def make(request_id: str) -> Request:
@@ -31,9 +31,8 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def a_second_request_with_the_same_id_is_refused(self, data):
         twin = make(data.draw(st.sampled_from(self.waiting)).request_id)
-        for operation in (self.queue.add_request, self.queue.prepend_request):
-            with pytest.raises(ValueError, match="already in the queue"):
-                operation(twin)
+        with pytest.raises(ValueError, match="already in the queue"):
+            self.queue.add_request(twin)
         with pytest.raises(KeyError):
             self.queue.remove_request(twin)  # it is not the one that waits
 
@@ -56,22 +55,18 @@ class QueueAgainstList(QueueMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = create_request_queue("fcfs")
+        self.queue = RequestQueue()
         self.waiting = []
 
-    @rule(data=st.data(), at_front=st.booleans(), is_new=st.booleans())
-    def add(self, data, at_front, is_new):
+    @rule(data=st.data(), is_new=st.booleans())
+    def add(self, data, is_new):
         self.num_made += 1
         request = make(str(self.num_made))
         if self.outside and not is_new:
             request = data.draw(st.sampled_from(self.outside))
             self.outside.remove(request)
-        if at_front:
-            self.queue.prepend_request(request)
-            self.waiting.insert(0, request)
-        else:
-            self.queue.add_request(request)
-            self.waiting.append(request)
+        self.queue.add_request(request)
+        self.waiting.append(request)
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
@@ -97,9 +92,3 @@ class QueueAgainstList(QueueMachine):
 
 TestQueueAgainstList = pytest.mark.net(QueueAgainstList.TestCase)
 TestQueueAgainstList.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
-
-
-@pytest.mark.parametrize("policy", ["lifo", "", None, 3])
-def test_an_unknown_policy_is_an_error_that_names_the_known_ones(policy):
-    with pytest.raises(ValueError, match=r"policy must .*'fcfs'"):
-        create_request_queue(policy)

@@ -15,8 +15,8 @@ whole blocks. Short queries are attended together (`attention_plan.py`), longer 
 backend plans a step once, and all layers write and attend with that plan.
 
 Invariants: nothing after a sequence's length reaches the output, not even NaN (a masked score is
-not enough: 0 * NaN is NaN); a slot of -1 is not written; a plan is used only for queries and caches
-of the dtype and shape that it was made for.
+not enough: 0 * NaN is NaN); a slot of -1 is no request's; a plan is used only for queries and
+caches of the dtype and shape that it was made for.
 
 vLLM and SGLang call kernels that read through the table without gathering, as does
 `beyond/paged_attention_triton.py`. Source: PagedAttention, arXiv 2309.06180.
@@ -44,8 +44,23 @@ QUERY_TILE = 256
 ALIGNMENT = 64  # bytes: a line of the processor's cache, and PyTorch's own alignment
 
 
+def reserve_zeros(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
+) -> Tensor:  # [*shape], contiguous
+    """Allocate zeros. On a CPU the system commits each page of memory when it is first written, so
+    KV memory costs only the slots that were used, not its capacity."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    raw = np.zeros(num_bytes + ALIGNMENT, np.uint8)  # torch.zeros would write every byte
+    start = -raw.__array_interface__["data"][0] % ALIGNMENT
+    return torch.from_numpy(raw[start : start + num_bytes]).view(dtype).view(shape)
+
+
 class PagedKVCache:
     """The KV memory of all layers. Slot `block_id * block_size + offset` holds one position."""
+
+    allocate = staticmethod(reserve_zeros)  # of a layer's keys, or values
 
     def __init__(
         self,
@@ -60,24 +75,11 @@ class PagedKVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         shape = (num_blocks, block_size, num_kv_heads, head_dim)
-        self.key_cache = [reserve_zeros(shape, dtype, device) for _ in range(num_layers)]
-        self.value_cache = [reserve_zeros(shape, dtype, device) for _ in range(num_layers)]
+        self.key_cache = [self.allocate(shape, dtype, device) for _ in range(num_layers)]
+        self.value_cache = [self.allocate(shape, dtype, device) for _ in range(num_layers)]
         # Keys and values of all layers.
         num_bytes = dtype.itemsize * block_size * num_kv_heads * head_dim
         self.kv_bytes_per_block = 2 * num_layers * num_bytes
-
-
-def reserve_zeros(
-    shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
-) -> Tensor:  # [*shape], contiguous
-    """Allocate zeros. On a CPU the system commits each page of memory when it is first written, so
-    KV memory costs only the slots that were used, not its capacity."""
-    if torch.device(device).type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = math.prod(shape) * dtype.itemsize
-    raw = np.zeros(num_bytes + ALIGNMENT, np.uint8)  # torch.zeros would write every byte
-    start = -raw.__array_interface__["data"][0] % ALIGNMENT
-    return torch.from_numpy(raw[start : start + num_bytes]).view(dtype).view(shape)
 
 
 @dataclass(slots=True, eq=False)
@@ -112,16 +114,14 @@ def write_kv(
     value: Tensor,  # [num_tokens, num_kv_heads, head_dim]
     key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], written
     value_cache: Tensor,  # the same
-    slot_mapping: Tensor,  # [num_tokens] int64, -1: not written
+    slot_mapping: Tensor,  # [num_tokens] int64, -1: written to the null block
 ) -> None:
     """Write each token's key and value to its slot."""
-    is_real = slot_mapping >= 0
-    if not is_real.all():
-        key = key[is_real]
-        value = value[is_real]
-        slot_mapping = slot_mapping[is_real]
-    for new, cache in ((key, key_cache), (value, value_cache)):
-        cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping, new)
+    slots = slot_mapping.clamp(min=0)
+    block_size = key_cache.shape[1]
+    places = slots // block_size, slots % block_size
+    key_cache.index_put_(places, key)
+    value_cache.index_put_(places, value)
 
 
 # Block ids -> the keys and values in these blocks, each [num_slots, num_kv_heads, head_dim].
@@ -288,7 +288,7 @@ def paged_attention(
 class AttentionPlan(Protocol):
     """How layers write and read their KV in one step: the interface of `PagedPlan`."""
 
-    slot_mapping: Tensor  # [num_tokens] int64, -1: not written
+    slot_mapping: Tensor  # [num_tokens] int64, -1: padding
 
     def write_kv(
         self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor

@@ -154,7 +154,7 @@ class PrefixCacheLocal(PrefixCache):
                 self._evictable.move_to_end(cached.block_id)
 
     def touch(self, blocks: Sequence[HasBlockId]) -> None:
-        cached_blocks = self._cached(blocks, "touch")
+        cached_blocks = [self._by_block_id[block.block_id] for block in blocks]
         self.num_changes += 1
         self.pool.touch([cached.block for cached in cached_blocks])
         for cached in cached_blocks:
@@ -162,7 +162,7 @@ class PrefixCacheLocal(PrefixCache):
                 del self._evictable[cached.block_id]
 
     def release(self, blocks: Sequence[HasBlockId]) -> None:
-        cached_blocks = self._cached(blocks, "release")
+        cached_blocks = [self._by_block_id[block.block_id] for block in blocks]
         self.num_changes += 1
         for cached in cached_blocks:
             if cached.block.ref_cnt == 1:
@@ -172,12 +172,6 @@ class PrefixCacheLocal(PrefixCache):
         for cached in reversed(cached_blocks):
             if cached.block.ref_cnt == 1:
                 self._evictable[cached.block_id] = cached
-
-    def _cached(self, blocks: Sequence[HasBlockId], verb: str) -> list[CachedBlock]:
-        try:
-            return [self._by_block_id[block.block_id] for block in blocks]
-        except KeyError as error:
-            raise ValueError(f"cannot {verb} block {error}: not cached") from None
 
     def _pop_lru(self, num_blocks: int) -> list[Block]:
         victims = [self._evictable.popitem(last=False)[1] for _ in range(num_blocks)]

@@ -149,11 +149,12 @@ class RadixCache(PrefixCache):
             yield from reversed(node.contents)
 
     def _contents_of(self, node: TreeNode) -> list[CachedContent]:
-        keys = self.tree.path_to(node)[0].above.extra_keys
         parent = node.above.blocks[-1].block_id if node.above.blocks else None
         contents = []
         for index, block in enumerate(node.blocks):
             tokens = tuple(node.key[index * self.page_size : (index + 1) * self.page_size])
-            contents.append(CachedContent(block, parent, tokens, keys, begins_node=index == 0))
+            contents.append(
+                CachedContent(block, parent, tokens, node.extra_keys, begins_node=index == 0)
+            )
             parent = block.block_id
         return contents

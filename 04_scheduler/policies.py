@@ -24,6 +24,7 @@ See 04_scheduler/README.md#the-order-of-service"""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pkgutil import resolve_name
 from typing import Any, ClassVar
 
@@ -82,17 +83,15 @@ def get_policy(
 ) -> type[SchedulePolicy]:
     """The policy class with this name, or at this place: "module:Class". Raises `ValueError` if
     there is none."""
-    found: object = known.get(name) if isinstance(name, str) else None
-    problem: Exception | None = None
-    if isinstance(name, str) and ":" in name:
-        try:
-            found = resolve_name(name)
-        except (ImportError, AttributeError, ValueError) as error:
-            problem = error
+    if name in known:
+        return known[name]
+    found: object = None
+    with suppress(ImportError, AttributeError, ValueError):
+        found = resolve_name(name) if isinstance(name, str) and ":" in name else None
     if isinstance(found, type) and issubclass(found, SchedulePolicy):
         return found
-    allowed = ", ".join(repr(name) for name in known)
-    kinds = "an instance of SchedulePolicy, 'module:Class' of such a class"
-    reason = "" if problem is None else f" ({problem})"
-    message = f"policy must be {kinds} or one of {allowed}{reason}, got {name!r}"
-    raise ValueError(message) from problem
+    allowed = ", ".join(map(repr, known))
+    raise ValueError(
+        "policy must be an instance of SchedulePolicy, 'module:Class' of such a class or one of "
+        f"{allowed}, got {name!r}"
+    )

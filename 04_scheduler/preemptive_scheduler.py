@@ -23,77 +23,32 @@ See 04_scheduler/README.md#phase-1-running-requests"""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
-from typing import TypedDict, cast
-from weakref import proxy
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import TypedDict
 
-from base_scheduler import BaseScheduler, SchedulerPlugin, describe_prompt, overrides
+from base_scheduler import BaseScheduler, SchedulerPlugin
 from block_pool import BlockPool
 from cached_kv_cache_manager import CachedKVCacheManager
 from kv_memory import ComputedBlocks, NotReady, UncachedKVCacheManager
 from policies import SchedulePolicy, get_policy
-from policy_queue import PolicyQueue, ShuffledQueue
+from policy_queue import PolicyQueue
 from prefix_cache_local import PrefixCacheLocal
-from request import Request, RequestStatus, check_integers
-from step_plan import Admission, PreemptionDeltaEncoder, PreemptiveSchedulerOutput, StepPlan
+from request import Request, RequestStatus
+from scheduler_interface import SchedulerOutput
+from step_plan import Admission, PreemptionDeltaEncoder, StepPlan
 from unchunked import ChunkPolicy, Unchunked
 
-
-@dataclass(slots=True)
-class SchedulerStats:
-    """Current counts, and totals since the scheduler was made. `stats["num_running"]` also
-    works."""
-
-    num_waiting: int = 0  # including preempted requests
-    num_running: int = 0
-    num_preempted: int = 0  # waiting requests that were preempted
-    total_scheduled: int = 0  # requests in a plan, summed over all steps
-    total_scheduled_tokens: int = 0
-    total_admitted: int = 0  # each request counted once
-    total_finished: int = 0
-    total_aborted: int = 0
-    total_preempted: int = 0
-    # Tokens not computed at first admission, because they were cached.
-    total_cached_tokens: int = 0
-    total_recomputed_tokens: int = 0  # lost by preemption and not found in the cache
-    kv_cache_usage: float = 0.0  # share of the KV memory that requests hold
-    prefix_cache_hit_rate: float = 0.0
-
-    def __getitem__(self, name: str) -> int | float:
-        return getattr(self, name)
-
-
-class PreemptionPlugin(SchedulerPlugin):
-    """A feature of a scheduler that preempts. Optional tokens (draft tokens) follow a request's
-    last known token; they are scheduled if budget and memory are left after every request got what
-    it needs."""
-
-    scheduler: PreemptiveScheduler
-
-    def attach(self, scheduler: BaseScheduler) -> None:
-        if not isinstance(scheduler, PreemptiveScheduler):
-            raise ValueError(f"{type(self).__name__} needs a preemptive scheduler")
-        # A weak reference: in a reference cycle, an engine's memory would be freed only by Python's
-        # garbage collector.
-        self.scheduler = cast("PreemptiveScheduler", proxy(scheduler))
-
-    def victim(self) -> Request | None:
-        """Return a request to preempt before this step is planned, or None."""
-
-    def on_preempt(self, request: Request) -> None:
-        """Called before the request loses its KV."""
-
-    def num_optional_tokens(self, request: Request) -> int:
-        """How many optional tokens could be computed for a request with one uncomputed token."""
-        return 0
-
-    def num_optional_slots(self, request: Request, end: int) -> int:
-        """How many slots after position `end` are useful to the request, if they are free."""
-        return 0
+# Waiting requests that a step tries in vain. To try all of a long queue could take longer than the
+# step.
+MAX_SKIPPED = 512
 
 
 class SchedulerOptions(TypedDict, total=False):
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_gpu_blocks: int
+    policy: str | SchedulePolicy
     block_size: int
     max_model_len: int | None
     kv_memory: UncachedKVCacheManager | None
@@ -101,8 +56,6 @@ class SchedulerOptions(TypedDict, total=False):
     defer_on_shared_prefix: bool
     max_preemptions: int
     max_overtakes: int | None
-    shuffle_waiting: bool
-    seed: int
     plugins: Sequence[SchedulerPlugin]
 
 
@@ -113,17 +66,17 @@ class PreemptiveScheduler(BaseScheduler):
     Makes a pool of `num_gpu_blocks` blocks and a prefix cache; `kv_memory` replaces both. A request
     whose prefix is being computed by another request waits for it, or computes it again immediately
     (`defer_on_shared_prefix=False`, as in vLLM). At most `max_overtakes` requests leave the queue
-    before one that came earlier. `shuffle_waiting` (a debug switch) tries waiting requests in
-    random order. Raises `ValueError` that names the field.
+    before one that came earlier. With `max_preemptions=0` every request gets all its memory at
+    admission, as in chapter 2.
     """
 
     def __init__(
         self,
+        *,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 4096,
         num_gpu_blocks: int = 1000,
         policy: str | SchedulePolicy = "fcfs",
-        *,
         block_size: int = 16,
         max_model_len: int | None = None,
         kv_memory: UncachedKVCacheManager | None = None,
@@ -131,16 +84,11 @@ class PreemptiveScheduler(BaseScheduler):
         defer_on_shared_prefix: bool = True,
         max_preemptions: int = 3,
         max_overtakes: int | None = 1000,
-        shuffle_waiting: bool = False,
-        seed: int = 0,
         plugins: Sequence[SchedulerPlugin] = (),
     ) -> None:
-        check_integers(1, max_preemptions=max_preemptions)
         if not isinstance(policy, SchedulePolicy):
             policy = get_policy(policy)()
         waiting = PolicyQueue(policy, max_overtakes)
-        if shuffle_waiting:
-            waiting = ShuffledQueue(policy, max_overtakes, seed)
         kv_memory = kv_memory or make_kv_memory(num_gpu_blocks, block_size)
         self.delta: PreemptionDeltaEncoder
         super().__init__(
@@ -157,32 +105,15 @@ class PreemptiveScheduler(BaseScheduler):
         self.kv_memory = kv_memory
         self.block_size = kv_memory.block_size
         self.chunk_policy = chunk_policy or Unchunked()
-        self._num_preempted_tokens: dict[
-            str, int
-        ] = {}  # computed tokens that each preempted request lost
+        self.max_prompt_len = self.chunk_policy.max_prompt_len(max_num_batched_tokens)
+        self.preempts_for_priority = False
+        # Tokens that preempted requests computed anew so far: lost, and not found in the cache.
+        self.num_recomputed_tokens = 0
+        # Computed tokens that each preempted request lost.
+        self._num_preempted_tokens: dict[str, int] = {}
         self._num_displacements: Counter[str] = Counter()
-        self._stats = SchedulerStats()
-
-    def set_plugins(self, plugins: Sequence[SchedulerPlugin]) -> None:
-        super().set_plugins(plugins)
-        extended = [p for p in self.plugins if isinstance(p, PreemptionPlugin)]
-        tokens = PreemptionPlugin.num_optional_tokens
-        slots = PreemptionPlugin.num_optional_slots
-        self._preemption_plugins = extended
-        self._optional_token_hooks = [
-            p.num_optional_tokens for p in extended if overrides(p, tokens)
-        ]
-        self._optional_slot_hooks = [p.num_optional_slots for p in extended if overrides(p, slots)]
 
     # -- adding and removing requests
-
-    def check_prompt(self, request: Request) -> None:
-        longest = self.chunk_policy.max_prompt_len(self.max_num_batched_tokens)
-        if request.num_prompt_tokens > longest:
-            raise ValueError(
-                f"{describe_prompt(request)}, but a whole prompt must fit in one step, "
-                f"max_num_batched_tokens={longest}"
-            )
 
     def length_limits(self, request: Request) -> dict[str, int]:
         capacity = self.kv_memory.capacity
@@ -195,10 +126,6 @@ class PreemptiveScheduler(BaseScheduler):
         self._num_preempted_tokens.pop(request.request_id, None)
         self._num_displacements.pop(request.request_id, None)
         super()._free_request(request)
-        if request.status == RequestStatus.FINISHED_ABORTED:
-            self._stats.total_aborted += 1
-        else:
-            self._stats.total_finished += 1
 
     def clear(self) -> None:
         self.waiting.clear()
@@ -207,30 +134,32 @@ class PreemptiveScheduler(BaseScheduler):
     # -- from waiting to running, and back
 
     def is_pinned(self, request: Request) -> bool:
-        """Whether the request was displaced `max_preemptions` times: it gets all its memory at
-        admission, and keeps it."""
+        """Whether the request gets all its memory at admission, and keeps it: it was displaced
+        `max_preemptions` times."""
         return self._num_displacements[request.request_id] >= self.max_preemptions
 
     def num_uncomputed_tokens(self, request: Request) -> int:
         """Number of uncomputed tokens of a running request; 0 if a plugin skips it in this step."""
-        if self._skip_hooks and self.skips_step(request):
+        if self.hooks["skips_step"] and self.skips_step(request):
             return 0
         num_known = len(request.all_token_ids) + request.num_output_placeholders
         return num_known - request.num_computed_tokens
 
     def num_optional_tokens(self, request: Request) -> int:
-        """Number of optional tokens that could be computed after the last known token of a request
-        with one uncomputed token."""
-        num_optional = 0
-        for num_tokens in self._optional_token_hooks:
-            num_optional += num_tokens(request)
-        return num_optional
+        """How many optional tokens could follow the last known one of a request with one uncomputed
+        token."""
+        return sum(num_tokens(request) for num_tokens in self.hooks["num_optional_tokens"])
 
-    def num_optional_slots(self, request: Request, end: int) -> int:
-        max_slots = 0
-        for num_slots in self._optional_slot_hooks:
-            max_slots = max(max_slots, num_slots(request, end))
-        return max_slots
+    def allocate_optional(self, request: Request, num_optional: int) -> int:
+        """Allocate memory for a decode's next token, and for optional ones after it if there is
+        memory for all `num_optional` of them. No request is preempted for them. Returns how many
+        optional tokens got memory."""
+        end = request.num_computed_tokens + 1 + num_optional
+        slots = [num_slots(request, end) for num_slots in self.hooks["num_optional_slots"]]
+        num_slots = max(slots, default=0)
+        if self.kv_memory.allocate_slots(request, 1 + num_optional, num_slots):
+            return num_optional
+        return 0
 
     def rollback_computed_tokens(self, request: Request, num_tokens: int) -> None:
         """Roll back the last `num_tokens` computed positions, whose tokens were rejected."""
@@ -239,52 +168,47 @@ class PreemptiveScheduler(BaseScheduler):
         else:  # preempted in the meantime: it lost all of them
             self._num_preempted_tokens[request.request_id] -= num_tokens
 
-    def get_computed_blocks(self, request: Request) -> ComputedBlocks | NotReady:
-        """Find the cached prefix of a waiting request. The blocks are not held and can be evicted
-        at any time: look them up again before every attempt to admit the request."""
+    def find_prefix(self, request: Request, step: StepPlan) -> ComputedBlocks | Admission:
+        """Return the cached prefix of a waiting request, or the outcome if it cannot start: its
+        prefix is not ready, or a plugin or the chunk policy rejects it. A rejected request that has
+        aged, after those that this step admits, stops admission. The blocks are not held and can be
+        evicted at any time: look them up again before every attempt to admit the request."""
+        num_leaving = len(step.admitted)
+        is_aged = partial(self.waiting.is_aged, request, num_leaving)
+        if not self.can_start(request):
+            return Admission.CONSTRAINT if is_aged() else Admission.SKIPPED
         computed = self.kv_memory.get_computed_blocks(request, self.defer_on_shared_prefix)
         request.status = RequestStatus.WAITING
         if computed is NotReady.LOADING:
             request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         elif request.num_preemptions:
             request.status = RequestStatus.PREEMPTED
-        return computed
-
-    def find_prefix(self, request: Request, num_leaving: int) -> ComputedBlocks | Admission:
-        """Return the cached prefix of a waiting request, or the outcome if it cannot start: its
-        prefix is not ready, or a plugin or the chunk policy rejects it. A rejected request that has
-        aged, after the `num_leaving` requests that this step admits, stops admission."""
-        if not self.can_start(request):
-            return self._skip_unless_aged(request, num_leaving, Admission.REJECTED)
-        computed = self.get_computed_blocks(request)
         if isinstance(computed, NotReady):
             return Admission.SKIPPED
         if not self.chunk_policy.can_start(request, request.num_tokens - computed.num_tokens):
-            return self._skip_unless_aged(request, num_leaving, Admission.SKIPPED)
+            return Admission.CONSTRAINT if is_aged() else Admission.SKIPPED
         return computed
 
-    def _skip_unless_aged(
-        self, request: Request, num_leaving: int, outcome: Admission
-    ) -> Admission:
-        is_aged = self.waiting.is_aged(request, num_leaving)
-        return Admission.CONSTRAINT if is_aged else outcome
+    def num_reserved_slots(self, request: Request, end: int) -> int:
+        """How many slots after position `end` a request gets at admission: all that it may still
+        need if it is pinned. The last token is sampled and never fed back, so it needs none."""
+        return request.max_num_tokens - 1 - end if self.is_pinned(request) else 0
 
     def start_running(
-        self, request: Request, computed: ComputedBlocks, num_new_tokens: int, num_reserved: int
+        self, request: Request, computed: ComputedBlocks, num_new_tokens: int
     ) -> bool:
-        """Allocate KV for a waiting request (`num_new_tokens` + `num_reserved` slots after its
-        `computed` blocks) and mark it as running. Returns False, and leaves it waiting, if the
+        """Allocate KV for a waiting request (`num_new_tokens` slots after its `computed` blocks, and
+        the reserved ones) and mark it as running. Returns False, and leaves it waiting, if the
         allocation fails."""
+        num_reserved = self.num_reserved_slots(request, computed.num_tokens + num_new_tokens)
         if not self.kv_memory.allocate_slots(request, num_new_tokens, num_reserved, computed):
             return False
         self.running[request.request_id] = request
         if request.num_preemptions == 0:
             request.num_cached_tokens = computed.num_tokens
-            self._stats.total_admitted += 1
-            self._stats.total_cached_tokens += computed.num_tokens
         else:
-            num_preempted_tokens = self._num_preempted_tokens.pop(request.request_id)
-            self._stats.total_recomputed_tokens += num_preempted_tokens - computed.num_tokens
+            num_lost = self._num_preempted_tokens.pop(request.request_id)
+            self.num_recomputed_tokens += num_lost - computed.num_tokens
         request.num_computed_tokens = computed.num_tokens
         request.status = RequestStatus.RUNNING
         for plugin in self.plugins:
@@ -294,7 +218,7 @@ class PreemptiveScheduler(BaseScheduler):
     def preempt(self, request: Request, is_displaced: bool = True) -> None:
         """Free a running request's KV and return it to the queue: to the front, or where the policy
         sorts it. If it `is_displaced`, this counts towards `max_preemptions`."""
-        for plugin in self._preemption_plugins:
+        for plugin in self.plugins:
             plugin.on_preempt(request)
         self.kv_memory.free(request)
         self._num_preempted_tokens[request.request_id] = request.num_computed_tokens
@@ -306,7 +230,6 @@ class PreemptiveScheduler(BaseScheduler):
         del self.running[request.request_id]
         self.delta.request_preempted(request.request_id)
         self.waiting.prepend_request(request)
-        self._stats.total_preempted += 1
 
     # -- one step
 
@@ -317,30 +240,52 @@ class PreemptiveScheduler(BaseScheduler):
     def begin_step(self) -> StepPlan:
         for plugin in self.plugins:
             plugin.begin_step()
-        self._num_recomputed_before = self._stats.total_recomputed_tokens
-        num_wanted = lambda r: self.num_uncomputed_tokens(r) + self.num_optional_tokens(r)  # noqa: E731
-        self.chunk_policy.begin_step(self.running_with_chunks(), num_wanted)
-        step = StepPlan(self.max_num_batched_tokens, self.num_uncomputed_tokens)
-        for plugin in self._preemption_plugins:
+        self.chunk_policy.begin_step(self.running_with_chunks(), self._num_wanted_tokens)
+        step = StepPlan(
+            budget=self.max_num_batched_tokens,
+            num_uncomputed_tokens=self.num_uncomputed_tokens,
+            num_recomputed_before=self.num_recomputed_tokens,
+        )
+        for plugin in self.plugins:
             if (victim := plugin.victim()) is not None:
                 step.preempted.append(victim)
                 self.preempt(victim)
         return step
 
-    def finish_step(self, step: StepPlan) -> PreemptiveSchedulerOutput:
+    def _num_wanted_tokens(self, request: Request) -> int:
+        return self.num_uncomputed_tokens(request) + self.num_optional_tokens(request)
+
+    def admit(self, step: StepPlan, try_to_admit: Callable[[Request, StepPlan], Admission]) -> None:
+        """Try waiting requests in the order of service, until one does not fit. A request that is
+        not ready is skipped."""
+        if len(self.running) >= self.max_num_seqs and not self.preempts_for_priority:
+            step.stop = ("seat", "")
+            return  # before a cache-aware policy sorts the queue in vain
+        num_skipped = 0
+        for request in self.waiting:
+            if request.status == RequestStatus.WAITING_FOR_GRAMMAR:
+                continue  # even if it has aged: no running request can make room for it
+            outcome = try_to_admit(request, step)
+            if outcome is Admission.ADMITTED:
+                step.admitted.append(request)
+            elif request.status != RequestStatus.WAITING_FOR_REMOTE_KVS:  # cheap to ask again
+                num_skipped += 1
+            if not outcome.continues or step.preempted or num_skipped == MAX_SKIPPED:
+                step.stop = (outcome.value, request.request_id)
+                break  # after a preemption for priority, later requests wait for the next step
+        for request in step.admitted:
+            self.waiting.remove_request(request)
+
+    def finish_step(self, step: StepPlan) -> SchedulerOutput:
         """Build the message for the runner. Scheduled tokens count as computed from here on."""
-        num_recomputed = self._stats.total_recomputed_tokens - self._num_recomputed_before
-        plan = PreemptiveSchedulerOutput(
+        plan = SchedulerOutput(
             preempted_requests=step.preempted,
             admission_stop=step.stop,
-            num_recomputed_tokens=num_recomputed,
+            num_recomputed_tokens=self.num_recomputed_tokens - step.num_recomputed_before,
             num_kv_blocks_in_use=self.kv_memory.num_blocks_in_use,
             block_moves=self.kv_memory.pop_table_updates(),
         )
-        self._stats.total_scheduled += len(step.num_tokens)
-        self._stats.total_scheduled_tokens += self.max_num_batched_tokens - step.budget
-        self.make_plan(step.num_tokens, plan)
-        return plan
+        return self.make_plan(step.num_tokens, plan)
 
     def on_positions_computed(self, request: Request, start: int, end: int) -> None:
         if end % self.block_size < end - start:  # a block was filled
@@ -348,18 +293,6 @@ class PreemptiveScheduler(BaseScheduler):
             self.kv_memory.cache_blocks(request, min(end, request.num_tokens - 1))
 
     # -- state
-
-    def get_stats(self) -> SchedulerStats:
-        """A copy of the counters."""
-        cache = self.kv_memory.cache
-        return replace(
-            self._stats,
-            num_waiting=len(self.waiting),
-            num_running=len(self.running),
-            num_preempted=len(self._num_preempted_tokens),
-            kv_cache_usage=self.kv_memory.usage,
-            prefix_cache_hit_rate=0.0 if cache is None else cache.stats.hit_rate,
-        )
 
     def check_invariants(self) -> None:
         """Raise `AssertionError` if the state is inconsistent between two steps. O(all requests and

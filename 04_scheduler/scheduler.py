@@ -32,9 +32,9 @@ displace a request at most `max_preemptions` times (`preemptive_scheduler.py`). 
 requests that can overtake it is bounded (`policy_queue.py`); a request that waits for external KV
 waits for its own load only, which has a deadline.
 
-On a first reading, assume unchunked prompts and no priorities. Then `_num_tokens_for` returns all
-uncomputed tokens of a request, `num_deferred_tokens` is empty, and `preempted_for_it` is None.
-Optional tokens are chapter 5's drafts.
+With unchunked prompts and no priorities, `_num_tokens_for` returns all uncomputed tokens of a
+request, `num_deferred_tokens` is empty, and `preempted_for_it` is None. Optional tokens are chapter
+5's drafts.
 
 vLLM V1 has the same two phases. Preemption by recomputation: vLLM, arXiv 2309.06180.
 
@@ -46,11 +46,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kv_memory import ComputedBlocks
-from policies import PriorityPolicy, SchedulePolicy
-from policy_queue import Candidates
+from policies import PriorityPolicy
 from preemptive_scheduler import PreemptiveScheduler, SchedulerOptions, make_kv_memory
-from request import Request, RequestStatus, require
-from step_plan import Admission, PreemptiveSchedulerOutput, StepPlan
+from request import Request, RequestStatus
+from scheduler_interface import SchedulerOutput
+from step_plan import Admission, StepPlan
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -59,43 +59,32 @@ __all__ = ["Request", "RequestStatus", "Scheduler", "make_kv_memory"]
 
 
 class Scheduler(PreemptiveScheduler):
-    """A `SchedulerInterface` with preemption. The other options are those of `PreemptiveScheduler`.
+    """The scheduler that preempts. The other options are those of `PreemptiveScheduler`.
 
     `watermark` is the share of the blocks that an admission leaves free for the other running
     requests, if there are any. `reserve_for_chunks`: an admission also leaves free blocks for the
     unfinished rest of every chunked prompt (`"every"`), or only of its own (`"own"`, vLLM's
-    `scheduler_reserve_full_isl`). `reserve_all` allocates everything at admission, as chapter 2
-    does. Raises `ValueError` that names the field.
+    `scheduler_reserve_full_isl`).
     """
 
     def __init__(
         self,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 4096,
-        num_gpu_blocks: int = 1000,
-        policy: str | SchedulePolicy = "fcfs",
         *,
         watermark: float = 0.01,
         reserve_for_chunks: str = "every",
-        reserve_all: bool = False,
         **options: Unpack[SchedulerOptions],
     ) -> None:
-        if not 0 <= watermark < 1:
-            raise ValueError(f"watermark must be in [0, 1), got {watermark!r}")
-        is_known = reserve_for_chunks in ("every", "own")
-        require(is_known, "reserve_for_chunks", reserve_for_chunks, "'every' or 'own'")
-        super().__init__(max_num_seqs, max_num_batched_tokens, num_gpu_blocks, policy, **options)
-        self._reserves_per_request = reserve_for_chunks == "every"
-        self.reserve_all = reserve_all
-        self._has_priorities = isinstance(self.waiting.policy, PriorityPolicy)
+        super().__init__(**options)
+        self.reserve_for_chunks = reserve_for_chunks
+        self.preempts_for_priority = isinstance(self.waiting.policy, PriorityPolicy)
         self._num_watermark_blocks = int(watermark * self.kv_memory.pool.num_usable_blocks)
 
-    def schedule(self) -> PreemptiveSchedulerOutput:
+    def schedule(self) -> SchedulerOutput:
         """Plan a step: schedule running requests first, then waiting ones."""
         step = self.begin_step()
         self._plan_running(step)
         if not step.preempted:
-            self._admit(step)
+            self.admit(step, self._try_to_admit)
         return self.finish_step(step)
 
     # -- phase 1: running requests
@@ -108,14 +97,12 @@ class Scheduler(PreemptiveScheduler):
             if step.preempted and request.request_id not in self.running:
                 continue  # preempted earlier in this step
             num_tokens = self.num_uncomputed_tokens(request)
-            num_optional = 0
             if num_tokens > 1:
                 num_tokens = self._num_tokens_for(request, running, index, step)
-            elif num_tokens == 1 and self._optional_token_hooks:
+            elif num_tokens == 1 and self.hooks["num_optional_tokens"]:
                 num_optional = self._num_optional_for(request, running, index, step)
-            if num_tokens:
-                num_tokens = self._allocate_or_preempt(request, num_tokens, num_optional, step)
-            if num_tokens:
+                num_tokens += self.allocate_optional(request, num_optional)
+            if num_tokens and self._allocate_or_preempt(request, num_tokens, step):
                 step.add(request, num_tokens)
 
     def _num_tokens_for(
@@ -133,8 +120,7 @@ class Scheduler(PreemptiveScheduler):
         num_tokens = self.chunk_policy.num_tokens_to_schedule(
             request, num_uncomputed_tokens, budget, self.max_num_batched_tokens
         )
-        if num_tokens < num_uncomputed_tokens:
-            step.num_deferred_tokens[request.request_id] = num_uncomputed_tokens - num_tokens
+        step.defer(request, num_uncomputed_tokens - num_tokens)
         return num_tokens
 
     def _num_optional_for(
@@ -142,42 +128,26 @@ class Scheduler(PreemptiveScheduler):
     ) -> int:
         """Return how many optional tokens of `running[index]` to schedule. One token for each later
         request, and one block for a prompt, take precedence over optional tokens."""
-        num_optional = self.num_optional_tokens(request)
-        if num_optional == 0:
-            return 0
         num_others = len(running) - 1 - index
         num_spare = step.budget - 1 - num_others
-        if num_optional <= num_spare - self.block_size:
-            return num_optional  # whether or not a prompt needs a block
-        has_prompts = bool(self.waiting) or step.num_decodes_after(running, index) < num_others
-        return max(0, min(num_optional, num_spare - (self.block_size if has_prompts else 0)))
+        if self.waiting or step.num_decodes_after(running, index) < num_others:
+            num_spare -= self.block_size
+        return max(0, min(self.num_optional_tokens(request), num_spare))
 
-    def _allocate_or_preempt(
-        self, request: Request, num_tokens: int, num_optional: int, step: StepPlan
-    ) -> int:
-        """Allocate KV for `num_tokens`, plus `num_optional` optional ones if all of them fit.
-        Preempts other requests to satisfy `num_tokens`, never for the optional tokens. Returns the
-        number of tokens that got memory; 0 if the request itself was preempted."""
-        block_size = self.block_size
-        num_total = num_tokens + num_optional
-        num_slots = 0
-        if self._optional_slot_hooks:
-            num_slots = self.num_optional_slots(request, request.num_computed_tokens + num_total)
+    def _allocate_or_preempt(self, request: Request, num_tokens: int, step: StepPlan) -> bool:
+        """Allocate KV for `num_tokens` tokens, preempting other requests if necessary. Returns
+        False if the request itself was preempted."""
         # Inside a block there is nothing to allocate: the request got the block when it wrote the
         # block's first slot.
-        if 0 < request.num_computed_tokens % block_size <= block_size - num_total - num_slots:
-            return num_total
-        if (num_optional or num_slots) and self.kv_memory.allocate_slots(
-            request, num_total, num_slots
-        ):
-            return num_total
+        if 0 < request.num_computed_tokens % self.block_size <= self.block_size - num_tokens:
+            return True
         while not self.kv_memory.allocate_slots(request, num_tokens):
             victim = self._choose_victim()
             assert victim is not None, "no victim left, but a pinned request never allocates"
             self._preempt(victim, request, step)
             if victim is request:
-                return 0
-        return num_tokens
+                return False
+        return True
 
     def _choose_victim(self, exclude: Sequence[Request] = ()) -> Request | None:
         """Return the most recently admitted request or, with priorities, the least urgent one and,
@@ -185,7 +155,7 @@ class Scheduler(PreemptiveScheduler):
         request is left."""
         running = reversed(self.running.values())
         candidates = (r for r in running if not self.is_pinned(r) and r not in exclude)
-        if self._has_priorities:
+        if self.preempts_for_priority:
             return max(candidates, key=lambda r: (r.priority, r.arrival_time), default=None)
         return next(candidates, None)
 
@@ -195,23 +165,9 @@ class Scheduler(PreemptiveScheduler):
         up to `max_tokens` for a pinned request would waste what chapter 2 wastes."""
         step.remove(victim)
         step.preempted.append(victim)
-        self.preempt(victim, self._has_priorities and request.priority < victim.priority)
+        self.preempt(victim, self.preempts_for_priority and request.priority < victim.priority)
 
     # -- phase 2: waiting requests
-
-    def _admit(self, step: StepPlan) -> None:
-        if len(self.running) >= self.max_num_seqs and not self._has_priorities:
-            step.stop = ("seat", "")
-            return  # before a cache-aware policy sorts the queue in vain
-        candidates = Candidates(self.waiting)
-        for request in candidates:
-            outcome = self._try_to_admit(request, step)
-            candidates.num_skipped += outcome is Admission.SKIPPED
-            if not outcome.continues or step.preempted or candidates.are_enough:
-                step.stop = (outcome.value, request.request_id)
-                break  # after a preemption for priority, later requests wait for the next step
-        for request in step.admitted:
-            self.waiting.remove_request(request)
 
     def _try_to_admit(self, request: Request, step: StepPlan) -> Admission:
         """Try to admit one waiting request. Checks in this order: budget, `max_num_seqs`, plugins,
@@ -225,7 +181,7 @@ class Scheduler(PreemptiveScheduler):
             preempted_for_it = self._find_lower_priority(request, step)
             if preempted_for_it is None:
                 return Admission.BATCH_FULL
-        computed = self.find_prefix(request, num_leaving=len(step.admitted))
+        computed = self.find_prefix(request, step)
         if isinstance(computed, Admission):
             return computed
         return self._try_schedule_new(request, computed, preempted_for_it, step)
@@ -233,7 +189,7 @@ class Scheduler(PreemptiveScheduler):
     def _find_lower_priority(self, new_request: Request, step: StepPlan) -> Request | None:
         """Return the running request that `new_request` may preempt: the least urgent one, if
         `new_request` is strictly more urgent."""
-        if not self._has_priorities:
+        if not self.preempts_for_priority:
             return None
         lowest = self._choose_victim(exclude=step.admitted)
         return lowest if lowest is not None and lowest.priority > new_request.priority else None
@@ -249,35 +205,36 @@ class Scheduler(PreemptiveScheduler):
         `preempted_for_it` first if there is one. Memory is checked before any state changes, so a
         request that does not fit leaves everything unchanged."""
         num_uncomputed_tokens = request.num_tokens - computed.num_tokens
-        step_after = step if preempted_for_it is None else step.copy_without(preempted_for_it)
+        budget = step.budget
+        num_running = len(self.running)
+        num_deferred_total = sum(step.num_deferred_tokens.values())
+        if preempted_for_it is not None:
+            budget += step.num_tokens.get(preempted_for_it.request_id, 0)
+            num_running -= 1
+            num_deferred_total -= step.num_deferred_tokens.get(preempted_for_it.request_id, 0)
         num_tokens = self.chunk_policy.num_tokens_to_schedule(
-            request, num_uncomputed_tokens, step_after.budget, self.max_num_batched_tokens
+            request, num_uncomputed_tokens, budget, self.max_num_batched_tokens
         )
         if num_tokens == 0:
             return Admission.BUDGET
         num_deferred_tokens = num_uncomputed_tokens - num_tokens
-        num_reserved = 0
-        if self.reserve_all or self.is_pinned(request):
-            # The last token is sampled and never fed back, so it needs no slot.
-            num_reserved = request.max_num_tokens - 1 - request.num_tokens + num_deferred_tokens
-        num_slots = num_tokens + num_reserved
+        end = computed.num_tokens + num_tokens
+        num_slots = num_tokens + self.num_reserved_slots(request, end)
         num_watermark_blocks = 0
-        if len(self.running) > (0 if preempted_for_it is None else 1):  # others stay running
+        if num_running > 0:
             # Slots for its whole prompt, and free blocks for the others.
             num_slots = max(num_slots, num_uncomputed_tokens)
-            num_deferred_total = 0
-            if self._reserves_per_request:
-                num_deferred_total = sum(step_after.num_deferred_tokens.values())
             num_watermark_blocks = self._num_watermark_blocks
-            num_watermark_blocks += self.kv_memory.num_blocks_needed(num_deferred_total)
+            if self.reserve_for_chunks == "every":
+                num_watermark_blocks += self.kv_memory.num_blocks_needed(num_deferred_total)
         if not self.kv_memory.can_allocate(
             request, num_slots, computed, num_watermark_blocks, preempted_for_it
         ):
             return Admission.BLOCKS
         if preempted_for_it is not None:
             self._preempt(preempted_for_it, request, step)
-        fits = self.start_running(request, computed, num_tokens, num_reserved)
+        fits = self.start_running(request, computed, num_tokens)
         assert fits, "`can_allocate` succeeded but `allocate_slots` failed"
-        step.add(request, num_tokens, num_deferred_tokens)
-        step.admitted.append(request)
+        step.add(request, num_tokens)
+        step.defer(request, num_deferred_tokens)
         return Admission.ADMITTED

@@ -18,7 +18,7 @@ from kv_memory import UncachedKVCacheManager
 from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request
 from scheduler import Scheduler
-from sglang_policies import make_policy
+from sglang_policies import policy_by_name
 
 # The book's colours.
 PROMPT = "#0072b2"
@@ -38,12 +38,9 @@ def make(num_blocks, kind=Scheduler, **options):
 
 
 def show(scheduler, output):
-    plan = ", ".join(f"{name} {n}" for name, n in output.num_scheduled_tokens.items()) or "nobody"
-    preempted = "".join(f"  preempted {r.request_id}" for r in output.preempted_requests)
-    print(f"computes: {plan}{preempted}")
+    print("computes", output.num_scheduled_tokens, "preempted", output.preempted_requests)
     for name, request in scheduler.running.items():
-        blocks = list(scheduler.kv_memory.get_block_ids(name))
-        print(f"    {request}  blocks {blocks}")
+        print(f"    {request}  blocks {scheduler.kv_memory.get_block_ids(name)}")
     for request in scheduler.waiting:
         print(f"    waits: {request}")
 
@@ -86,61 +83,41 @@ step()
 # %%
 while scheduler.has_unfinished_requests():
     step()
-print(scheduler.get_stats())
 
 # %% [markdown]
 # ## What it looks like
 #
-# A column is a step, a row is one of the twelve blocks, and a shade is a request; white blocks are
-# free. `x d` marks the step in which `d` is preempted. All four requests start immediately. When
-# no block is free, `d` loses its three (step 7) and then `c` its four (step 11), and the others
-# grow into them. `c` and `d` return in step 14, when `a` and `b` have finished.
+# A column is a step, a row is one of the twelve blocks, and a shade is a request, `a` the darkest;
+# white blocks are free. `x d` marks the step in which `d` is preempted. All four requests start
+# immediately. When no block is free, `d` loses its three (step 7) and then `c` its four (step 11),
+# and the others grow into them. `c` and `d` return in step 14, when `a` and `b` have finished.
 
 
 # %%
-def draw(scheduler, runner, names, title, max_steps=60):
-    colors = dict(zip(names, REQUEST_SHADES, strict=True))
-    num_blocks = scheduler.kv_memory.pool.num_usable_blocks
-    figure, axis = plt.subplots(figsize=(9, 2.6), layout="constrained")
-    outputs = {name: [] for name in names}
+def draw(title, **options):
+    """Run four requests on twelve blocks. Returns their outputs."""
+    scheduler, runner = make(12, **options)
+    requests = [Request.from_tokens(name, [ord(name), *range(5)], 14) for name in "abcd"]
+    for request in requests:
+        scheduler.add_request(request)
+    colors = dict(zip("abcd", REQUEST_SHADES, strict=True))
+    _, axis = plt.subplots(figsize=(9, 2.6), layout="constrained")
     step = 0
-    while scheduler.has_unfinished_requests() and step < max_steps:
+    while scheduler.has_unfinished_requests():
         output = scheduler.schedule()
         for name in scheduler.running:
             for block_id in scheduler.kv_memory.get_block_ids(name):
-                axis.add_patch(plt.Rectangle((step, block_id - 1), 1, 1, color=colors[name]))
+                axis.bar(step, 1, 1, block_id - 1, align="edge", color=colors[name])
         for request in output.preempted_requests:
-            axis.text(step, num_blocks + 0.2, f"x {request.request_id}", color=PREEMPTED)
-        for result in scheduler.update_from_output(output, runner.execute(output).wait()):
-            outputs[result.request_id] += result.new_token_ids
+            axis.text(step, 12.2, f"x {request.request_id}", color=PREEMPTED)
+        scheduler.update_from_output(output, runner.execute(output).wait())
         step += 1
-    axis.set(
-        xlim=(0, step),
-        ylim=(0, num_blocks + 1),
-        xticks=range(0, step + 1, 2),
-        yticks=range(0, num_blocks + 1, 2),
-        xlabel="step",
-        ylabel="block",
-        title=title,
-    )
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colors[name]) for name in names]
-    figure.legend(handles, names, loc="outside right upper", frameon=False)
+    axis.set(xlim=(0, step), ylim=(0, 13), xlabel="step", ylabel="block", title=title)
     plt.show()
-    return outputs
+    return [request.output_token_ids for request in requests]
 
 
-def four_requests(scheduler):
-    for name in "abcd":
-        prompt = [ord(name), *range(5)]
-        scheduler.add_request(Request.from_tokens(name, prompt, max_new_tokens=14))
-    return list("abcd")
-
-
-scheduler, runner = make(12)
-tokens = draw(
-    scheduler, runner, four_requests(scheduler), "filling: as many as fit, then preemption"
-)
-print(scheduler.get_stats())
+tokens = draw("filling: as many as fit, then preemption")
 
 # %% [markdown]
 # The next picture has the same requests and axes, but every request reserves the blocks of its
@@ -148,10 +125,9 @@ print(scheduler.get_stats())
 # and `b` have finished, and the run takes 28 steps instead of 21.
 
 # %%
-scheduler, runner = make(12, reserve_all=True)
-other_tokens = draw(scheduler, runner, four_requests(scheduler), "reserving: two at a time")
+other_tokens = draw("reserving: two at a time", max_preemptions=0)
 assert tokens == other_tokens, "schedulers must not change tokens"
-assert tokens["d"] == continuation([ord("d"), *range(5)], 14)
+assert tokens[3] == continuation([ord("d"), *range(5)], 14)
 
 # %% [markdown]
 # ## Prefill first, as in SGLang
@@ -194,7 +170,7 @@ plt.show()
 
 # %%
 for policy in ("fcfs", "priority", "lof", "random"):
-    scheduler, runner = make(100, max_num_seqs=1, policy=make_policy(policy))
+    scheduler, runner = make(100, max_num_seqs=1, policy=policy_by_name(policy))
     for name, max_tokens, priority in (("early", 2, 2), ("long", 9, 1), ("urgent", 2, 0)):
         request = Request.from_tokens(name, [1, 2, 3], max_tokens, priority=priority)
         scheduler.add_request(request)

@@ -24,8 +24,7 @@ class Admission(Enum):
 
     # Try the next request.
     ADMITTED = "admitted"
-    SKIPPED = "skipped"  # not ready yet
-    REJECTED = "rejected"  # by a plugin
+    SKIPPED = "skipped"  # not ready, or a plugin or the chunk policy rejects it
     # Admission stops.
     BATCH_FULL = "seat"
     CONSTRAINT = "constraint"
@@ -34,7 +33,7 @@ class Admission(Enum):
 
     @property
     def continues(self) -> bool:
-        return self in (Admission.ADMITTED, Admission.SKIPPED, Admission.REJECTED)
+        return self in (Admission.ADMITTED, Admission.SKIPPED)
 
 
 @dataclass(slots=True)
@@ -44,35 +43,29 @@ class StepPlan:
 
     budget: int
     num_uncomputed_tokens: Callable[[Request], int]
+    num_recomputed_before: int  # in all steps before
     num_tokens: dict[str, int] = field(default_factory=dict)
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
-    num_deferred_tokens: dict[str, int] = field(
-        default_factory=dict
-    )  # by request that got less than it needs
+    # By request that got less than it needs.
+    num_deferred_tokens: dict[str, int] = field(default_factory=dict)
     has_chunk: bool = False  # a chunk was scheduled or considered in this step
     # Why admission stopped, and the id of the request at which it did.
     stop: tuple[str, str] | None = None
     _num_decodes: list[int] = field(default_factory=list)
 
-    def add(self, request: Request, num_tokens: int, num_deferred_tokens: int = 0) -> None:
-        """Schedule `num_tokens` tokens of the request; `num_deferred_tokens` more are deferred to
-        later steps."""
+    def add(self, request: Request, num_tokens: int) -> None:
         self.num_tokens[request.request_id] = num_tokens
         self.budget -= num_tokens
-        if num_deferred_tokens:
-            self.num_deferred_tokens[request.request_id] = num_deferred_tokens
+
+    def defer(self, request: Request, num_tokens: int) -> None:
+        """Note that `num_tokens` of the tokens that the request needs are left for later steps."""
+        if num_tokens:
+            self.num_deferred_tokens[request.request_id] = num_tokens
 
     def remove(self, request: Request) -> None:
         self.budget += self.num_tokens.pop(request.request_id, 0)
         self.num_deferred_tokens.pop(request.request_id, None)
-
-    def copy_without(self, request: Request) -> StepPlan:
-        """A copy of this plan with the request removed. This plan stays unchanged."""
-        plan = StepPlan(self.budget, self.num_uncomputed_tokens, {**self.num_tokens})
-        plan.num_deferred_tokens = {**self.num_deferred_tokens}
-        plan.remove(request)
-        return plan
 
     def num_decodes_after(self, running: Sequence[Request], index: int) -> int:
         """How many requests after `running[index]` need only one token. Counted once per step."""
@@ -82,17 +75,6 @@ class StepPlan:
                 counts.append(counts[-1] + (self.num_uncomputed_tokens(request) == 1))
             self._num_decodes = counts[::-1]
         return self._num_decodes[index]
-
-
-@dataclass(slots=True)
-class PreemptiveSchedulerOutput(SchedulerOutput):
-    """The finished plan, with fields that only the scheduler's process uses. The runner
-    gets those of the base class."""
-
-    preempted_requests: list[Request] = field(default_factory=list)
-    # Reason and request id (`""`: no particular request).
-    admission_stop: tuple[str, str] | None = None
-    num_recomputed_tokens: int = 0
 
 
 class PreemptionDeltaEncoder(BlockDeltaEncoder):

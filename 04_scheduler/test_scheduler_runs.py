@@ -39,7 +39,7 @@ from request import Request, RequestStatus, SamplingParams
 from scheduler import Scheduler
 from scheduler_interface import SchedulerOutput, StepHandle
 from scheduler_steps import SchedulerLoop, make_scheduler, preempted_ids, preempting
-from sglang_policies import POLICIES, policy_over
+from sglang_policies import POLICIES, policy_by_name
 
 CACHES = (None, "hash", "radix")
 SCHEDULERS = (Scheduler, PrefillFirstScheduler, CachingFCFSScheduler)
@@ -91,7 +91,7 @@ class World(SchedulerLoop):
 
     def __init__(self, memory: UncachedKVCacheManager, kind=Scheduler, **options):
         if "policy" in options:
-            options["policy"] = policy_over(memory, options["policy"], options.get("seed", 0))
+            options["policy"] = policy_by_name(options["policy"], memory)
         if self.plugin is not None:
             options["plugins"] = [self.plugin]
         self.is_forced = options.get("preempt_every") is not None
@@ -261,15 +261,12 @@ def random_options(rng: random.Random, kind: type = Scheduler) -> dict:
         return options
     options |= {
         "policy": rng.choice(sorted(POLICIES)),
-        "max_preemptions": rng.choice([1, 2, 3, 100]),
+        "max_preemptions": rng.choice([0, 1, 2, 3, 100]),
         "max_overtakes": rng.choice([0, 3, 1000]),
         "preempt_every": rng.choice([None, None, None, 1, 2, 3, 4, 5]),
-        "shuffle_waiting": rng.random() < 0.2,
-        "seed": rng.randrange(1000),
     }
     if kind is not PrefillFirstScheduler:
-        extra = {"watermark": rng.choice([0.0, 0.01, 0.3]), "reserve_all": rng.random() < 0.15}
-        return options | extra
+        return options | {"watermark": rng.choice([0.0, 0.01, 0.3])}
     options |= {
         "max_preemptions": rng.randint(1, 3),  # in chunks of a token, 100 take thousands of steps
         "mixing": rng.random() < 0.4,
@@ -372,7 +369,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.world.step()
         self.world.run(5000)
         if isinstance(self.world.scheduler, PreemptiveScheduler):
-            recomputed = self.world.scheduler.get_stats().total_recomputed_tokens
+            recomputed = self.world.scheduler.num_recomputed_tokens
             assert recomputed == self.world.num_recomputed_tokens
             self.world.check_account(getattr(self.world.plugin, "num_discarded_tokens", 0))
 
@@ -389,7 +386,7 @@ class LoadingMachine(SchedulerMachine):
 
     @initialize(**SMALL_WORLDS | {"cache": st.just("loads")}, num=st.sampled_from([1, 2, 128]))
     def start(self, num, **options):
-        mock.patch("policy_queue.MAX_SKIPPED", num).start()
+        mock.patch("preemptive_scheduler.MAX_SKIPPED", num).start()
         super().start(**options)
 
     def teardown(self):
@@ -434,7 +431,7 @@ def fingerprint(world: World, num_added: int) -> tuple:
     cached = ()
     if cache is not None:
         found = cached_prefixes(cache)
-        cached = tuple(sorted((getattr(p, "group", 0), p.token_ids, p.num_users) for p in found))
+        cached = tuple(sorted((p.group, p.token_ids, p.num_users) for p in found))
     order = (tuple(scheduler.running), tuple(r.request_id for r in scheduler.waiting))
     plans = tuple(tuple(plan.num_scheduled_tokens.items()) for plan in world.plans)
     ready = tuple(getattr(scheduler, "_ready", ()))  # with several steps in flight

@@ -9,20 +9,14 @@ See 05_spec_decode/README.md#counting"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from itertools import zip_longest
-from typing import Any
-
-_POST_NAMES = {"num_draft": "num_drafted", "speedup": "tokens_per_pass"}
-_POST_NAMES |= {"num_accepted": "num_accepted", "acceptance_rate": "acceptance_rate"}
+from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
 class SpecDecodeStats:
     """Counters. A *pass* is one request in one step that yields tokens. `accepted_by_position[i]`
     counts the accepted draft tokens at position i of their run; `drafted_by_position` also counts
-    those after a rejection. `stats["speedup"]` and similar keys are the names in the Chinese blog
-    posts."""
+    those after a rejection."""
 
     num_passes: int = 0
     num_drafted: int = 0
@@ -47,19 +41,6 @@ class SpecDecodeStats:
         for i in range(num_drafted):
             self.drafted_by_position[i] += 1
             self.accepted_by_position[i] += i < num_accepted
-
-    def __add__(self, other: SpecDecodeStats) -> SpecDecodeStats:
-        def add(value: Any, other_value: Any) -> Any:
-            if isinstance(value, int):
-                return value + other_value
-            return [a + b for a, b in zip_longest(value, other_value, fillvalue=0)]
-
-        names = [field.name for field in fields(self)]
-        sums = {name: add(getattr(self, name), getattr(other, name)) for name in names}
-        return SpecDecodeStats(**sums)
-
-    def __getitem__(self, name: str) -> float:
-        return getattr(self, _POST_NAMES[name])
 
     @property
     def num_tokens(self) -> int:

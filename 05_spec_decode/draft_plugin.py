@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from acceptance import SpecDecodeStats
-from preemptive_scheduler import PreemptionPlugin
+from base_scheduler import SchedulerPlugin
 from request import Request, check_integers
 from scheduler_interface import SchedulerOutput, StepOutput
 
@@ -50,7 +50,7 @@ class FixedLength:
         nothing was proposed, or a draft model caught up on tokens that it had missed."""
 
 
-class DraftPlugin(PreemptionPlugin):
+class DraftPlugin(SchedulerPlugin):
     """Draft tokens by request. `num_rejected_drafts` counts the ones the target model rejected.
     `num_lookahead_tokens` slots are allocated after each step's tokens, if they are free, for a
     proposer that writes its own KV. `sequences`, by request id, know after how many of several new

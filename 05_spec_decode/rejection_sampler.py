@@ -35,6 +35,7 @@ See 05_spec_decode/README.md#the-rule-for-a-batch"""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -43,8 +44,7 @@ from inverse_cdf import SCALE, draw
 PADDING = -1
 
 
-@dataclass(frozen=True, slots=True)
-class VerifiedTokens:
+class VerifiedTokens(NamedTuple):
     """`token_ids` [num_reqs, max_num_drafts + 1] int64 holds the `num_sampled` [num_reqs] int64
     tokens of each request (its accepted draft tokens and one more), then `PADDING`."""
 
@@ -99,26 +99,20 @@ def rejection_sample(
 
 def rejection_sampling_batched(
     target_sampled: torch.Tensor,  # [num_rows] int64, drawn from the target's distribution
-    draft_tokens: torch.Tensor,  # [num_drafts] int64, or [num_rows]: the tokens that were fed
+    draft_tokens: torch.Tensor,  # [num_drafts] int64, request after request
     cu_num_logits: torch.Tensor,  # [num_reqs + 1] int64, first row of each request
     num_speculative_steps: int,  # upper bound of the draft tokens per request
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> VerifiedTokens:
     """Verify draft tokens by the matching rule (the function's name is that of the Chinese blog
-    posts). Returns the fields of `VerifiedTokens` as a pair. With the target's most likely tokens
-    as `target_sampled` this is greedy speculative decoding."""
-    num_reqs = len(cu_num_logits) - 1
-    layout = _Layout.of(cu_num_logits, num_speculative_steps, len(target_sampled) - num_reqs)
-    if len(draft_tokens) == len(target_sampled):
-        fed = (layout.draft_rows + 1).clamp(max=len(draft_tokens) - 1)
-        drafts = draft_tokens[fed]  # a draft token is fed to the row after the one that verifies it
-    else:
-        drafts = _not_empty(draft_tokens)[layout.draft_index]
+    posts). With the target's most likely tokens as `target_sampled` this is greedy speculative
+    decoding."""
+    layout = _Layout.of(cu_num_logits, num_speculative_steps, len(draft_tokens))
+    drafts = _not_empty(draft_tokens)[layout.draft_index]
     # A negative draft is a placeholder; a negative sample marks a row without a distribution.
     is_accepted = (target_sampled[layout.draft_rows] == drafts) & (drafts >= 0)
     num_accepted = layout.count_leading(is_accepted)
     last = target_sampled[cu_num_logits[:-1] + num_accepted]
-    verified = layout.assemble(drafts, num_accepted, last)
-    return verified.token_ids, verified.num_sampled
+    return layout.assemble(drafts, num_accepted, last)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,12 @@
 #
 # **中文提要**：八个 token，目标分布 p，草稿分布 q。草稿 token 以 min(1, p/q) 的概率接受，
 # 被拒时从残差里重抽，抽出来的分布恰好是 p：先算，再画，再数。然后是另一条规则（先抽目标 token，
-# 再和草稿 token 比较）、一次提几个草稿 token 才划算，以及怎样从文中查找（n-gram）。
+# 再和草稿 token 比较），以及怎样从文中查找（n-gram）。
 
 # %%
 import matplotlib.pyplot as plt
 import torch
 
-from acceptance import expected_tokens
 from input_batch import RunnerRequest
 from proposers import NgramProposer, ProposerInput
 from rejection_sampler import rejection_sample, rejection_sampling_batched
@@ -22,7 +21,6 @@ from request import SamplingParams
 DRAFT = "#5b4b9a"
 ACCEPTED = "#8fbf3f"
 REJECTED = "#d55e00"
-BASELINE = "#999999"
 INK = "#222222"
 
 torch.manual_seed(0)
@@ -99,29 +97,6 @@ came_out = torch.bincount(tokens[:, 0], minlength=8) / NUM_REQUESTS
 print("came out ", [round(x, 3) for x in came_out.tolist()])
 print(f"accepted {(num_sampled == 2).double().mean():.3f}, sum of p q {(p * q).sum():.3f}")
 assert (came_out - p).abs().max() < 0.01
-
-# %% [markdown]
-# ## How many draft tokens pay off
-#
-# The curves show the expected tokens of a pass, divided by its cost: a pass of the target, and k
-# rounds of proposing at c passes each. A darker curve has a higher acceptance rate; the grey line
-# at 1 is plain decoding. If a round is nearly free (left), no curve falls below the line, and the
-# darkest still rises at k = 8. With a draft model that costs a third of the target (right), long
-# drafts lose, and at an acceptance rate of 0.3 even one draft token does.
-
-# %%
-figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained", sharey=True)
-for axis, cost in zip(axes, (0.02, 0.33)):
-    for acceptance in (0.3, 0.6, 0.8, 0.95):
-        speedups = [expected_tokens(acceptance, k) / (1 + k * cost) for k in range(9)]
-        shade = (DRAFT, acceptance)  # paler where fewer are accepted
-        axis.plot(range(9), speedups, "o-", color=shade, label=f"acceptance {acceptance}")
-    axis.axhline(1, color=BASELINE, linewidth=0.8)
-    axis.set(title=f"a round costs {cost} of a pass", xlabel="drafts a pass, k", ylim=0)
-    axis.set_xticks(range(9))
-axes[0].set_ylabel("times as fast as plain decoding")
-axes[0].legend(frameon=False)
-plt.show()
 
 # %% [markdown]
 # ## Looking up n-grams

@@ -331,9 +331,8 @@ def test_nan_of_one_request_stays_with_it(rules):
 
 @pytest.mark.net
 @pytest.mark.parametrize("num_extra", [0, 3])
-def test_both_layouts_of_drafts_agree_with_a_loop(rules, num_extra):
-    """[num_drafts], or [num_rows] as fed to the model, whose first row is the last known token. -1
-    is a draft that is none, and the sample of a row of NaN."""
+def test_matching_agrees_with_a_loop(rules, num_extra):
+    """-1 is a draft that is none, and the sample of a row of NaN."""
     for seed, num_reqs in enumerate([0, 1, 1, 2, 3, 3, 5, 6, 6, 6, 6, 6]):
         rng = np.random.default_rng(seed)
         num_drafts = rng.integers(0, 5 if seed % 4 else 1, size=num_reqs).tolist()
@@ -343,13 +342,12 @@ def test_both_layouts_of_drafts_agree_with_a_loop(rules, num_extra):
             tokens[:-1] = ids  # all of them match, placeholders apart
         width = max(num_drafts, default=0) + num_extra
         runs = [match_one(*pair) for pair in zip(sampled, drafts)]
-        for layout in (drafts, [[7, *tokens] for tokens in drafts]):
-            tokens, num_sampled = rules.match(
-                torch.tensor(list(chain(*sampled)), dtype=torch.int64),
-                torch.tensor(list(chain(*layout)), dtype=torch.int64),
-                torch.tensor([0, *accumulate(k + 1 for k in num_drafts)]),
-                width,
-            )
-            assert tokens.dtype == num_sampled.dtype == torch.int64
-            assert tokens.tolist() == [run + [PADDING] * (width + 1 - len(run)) for run in runs]
-            assert num_sampled.tolist() == [len(run) for run in runs]
+        tokens, num_sampled = rules.match(
+            torch.tensor(list(chain(*sampled)), dtype=torch.int64),
+            torch.tensor(list(chain(*drafts)), dtype=torch.int64),
+            torch.tensor([0, *accumulate(k + 1 for k in num_drafts)]),
+            width,
+        )
+        assert tokens.dtype == num_sampled.dtype == torch.int64
+        assert tokens.tolist() == [run + [PADDING] * (width + 1 - len(run)) for run in runs]
+        assert num_sampled.tolist() == [len(run) for run in runs]

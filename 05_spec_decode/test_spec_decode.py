@@ -110,8 +110,7 @@ def test_drafts_are_kept_up_to_the_first_that_is_wrong(settings, has_logits):
 
 
 def test_the_calls_of_the_reading_material_work_as_typed():
-    """Temperature fourth, and a statistics object that is read by key. Where all drafts are right,
-    ours has the bonus token besides."""
+    """Temperature fourth. Where all drafts are right, ours has the bonus token besides."""
     target, draft = ScriptedLM([0, 0, 5, 6, 7, 8]), ScriptedLM([0, 0, 5, 6, 1, 1])
     drafts, draft_logits = draft_generate(draft, CONTEXT, 3, 0.0)
     assert drafts == [5, 6, 1] and len(draft_logits) == 3
@@ -119,10 +118,7 @@ def test_the_calls_of_the_reading_material_work_as_typed():
     assert verify_and_sample(target, CONTEXT, [5, 6, 7], 0.0) == ([5, 6, 7, 8], 3)
     tokens, stats = speculative_decode_step(target, draft, CONTEXT, 3, 0.0)
     assert tokens == [5, 6, 7]
-    assert (stats["num_draft"], stats["num_accepted"], stats["speedup"]) == (3, 2, 3)
-    assert stats["acceptance_rate"] == pytest.approx(2 / 3)
-    with pytest.raises(KeyError):
-        stats["num_tokens_saved"]
+    assert (stats.num_drafted, stats.num_accepted, stats.tokens_per_pass) == (3, 2, 3)
 
 
 # -- the same tokens, the same law
@@ -186,20 +182,17 @@ def test_the_rules_get_fresh_numbers_and_the_probabilities_at_the_temperature(
 # -- counts, and how often drafts are accepted
 
 
-def test_the_counts_by_hand_and_their_sums():
+def test_the_counts_by_hand():
     passes = [(0, 0), (2, 1), (4, 4), (2, 0)]
-    for cut in range(len(passes) + 1):
-        first, second = SpecDecodeStats(), SpecDecodeStats()
-        for stats, part in ((first, passes[:cut]), (second, passes[cut:])):
-            for drafted, accepted in part:
-                stats.observe(drafted, accepted)
-        stats = first + second
-        assert stats == SpecDecodeStats(4, 8, 5, 3, 2, [3, 3, 1, 1], [2, 1, 1, 1])
+    stats = SpecDecodeStats()
+    for drafted, accepted in passes:
+        stats.observe(drafted, accepted)
+    assert stats == SpecDecodeStats(4, 8, 5, 3, 2, [3, 3, 1, 1], [2, 1, 1, 1])
     assert stats.acceptance_by_position == [2 / 3, 1 / 3, 1, 1]
     assert (stats.acceptance_rate, stats.mean_accepted_length) == (5 / 8, 1 + 5 / 3)
     assert stats.tokens_per_pass == 9 / 4
     none = SpecDecodeStats()
-    assert (none.acceptance_rate, none.mean_accepted_length, none["speedup"]) == (0, 1, 0)
+    assert (none.acceptance_rate, none.mean_accepted_length, none.tokens_per_pass) == (0, 1, 0)
 
 
 def test_acceptance_by_hand():
@@ -226,27 +219,14 @@ def test_speedup_by_hand():
 
 # -- bad input
 
-MODEL = SimpleLM(8)
-TWO = ScriptedLM([1, 1])
 ONE = torch.zeros(1, 8)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: SimpleLM(0), "vocab_size must"),
-        (lambda: MODEL.noisy_copy(1.5), "noise must"),
-        (lambda: MODEL.get_logits([1, 8]), "token_ids must"),
         (lambda: sample_token(ONE[0], -1.0), "temperature must"),
         (lambda: sample_token(ONE[0], math.inf), "temperature must"),
-        (lambda: draft_generate(MODEL, [], 2), "context_ids must"),
-        (lambda: draft_generate(MODEL, [1], -1), "num_speculative_tokens must"),
-        (lambda: verify_and_sample(MODEL, [1], [1], rule="best"), "rule must"),
-        (lambda: verify_and_sample(MODEL, [1], [1, 2], draft_logits=ONE), "of draft_logits must"),
-        (lambda: verify_and_sample(MODEL, [1], [1], draft_logits=ONE[:, 1:]), "logits must"),
-        (lambda: verify_and_sample(TWO, [1], [10]), "draft token must"),
-        (lambda: speculative_generate(MODEL, MODEL, [1], -5), "num_tokens must"),
-        (lambda: plain_generate(MODEL, [], 5), "context_ids must"),
         (lambda: acceptance_probability(torch.ones(1), torch.ones(1), "x"), "rule must"),
         (lambda: expected_tokens_per_pass(1.1, 2), "acceptance must"),
         (lambda: expected_speedup(0.5, 2, -0.1), "draft_cost must"),

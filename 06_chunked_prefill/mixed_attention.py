@@ -23,8 +23,8 @@ bounded by a span or a group, never by the history; with the lengths on the host
 the device.
 
 vLLM's FlashInfer and MLA backends treat the two sides with two kernels, in the order of
-`mixed_batch.py`; its Triton and FlashAttention backends have one kernel for both, see
-`beyond/mixed_attention_triton.py`. Sources: FlashAttention-2, arXiv 2307.08691; FlashDecoding.
+`mixed_batch.py`; its Triton and FlashAttention backends have one kernel for both, as has
+`paged_attention_triton.py`. Sources: FlashAttention-2, arXiv 2307.08691; FlashDecoding.
 
 See 06_chunked_prefill/README.md#attention-for-both-kinds"""
 

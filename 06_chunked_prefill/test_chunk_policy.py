@@ -29,9 +29,8 @@ from scheduler_steps import (
     make_scheduler,
     scheduled_tokens,
 )
-from sglang_policies import POLICIES, policy_over
+from sglang_policies import POLICIES, policy_by_name
 from step_log import Case, cases_of
-from step_plan import PreemptiveSchedulerOutput
 
 VOCAB = 4  # few tokens, so that prefixes are shared by chance
 SCHEDULERS = (Scheduler, PrefillFirstScheduler)
@@ -54,7 +53,7 @@ class Run(SchedulerLoop):
         super().__init__(scheduler)
         self.plans: list[dict[str, int]] = []
 
-    def schedule(self) -> PreemptiveSchedulerOutput:
+    def schedule(self) -> SchedulerOutput:
         output = super().schedule()
         self.plans.append(scheduled_tokens(output))
         return output
@@ -186,7 +185,6 @@ def test_random_runs_change_no_token(maker, cache, kind):
             "max_num_batched_tokens": rng.randint(1, 24),
             "policy": rng.choice(sorted(POLICIES)),
             "preempt_every": rng.choice([None, None, 1, 2, 3]),
-            "shuffle_waiting": rng.random() < 0.3,
             "chunk_policy": POLICY_MAKERS[maker](rng),
             "plugins": [DraftPlugin(rng.choice([0, 2]))],
         }
@@ -195,7 +193,7 @@ def test_random_runs_change_no_token(maker, cache, kind):
             options["mixing"] = rng.random() < 0.5
         largest = -(-40 // block_size)
         memory = make_memory(cache, largest + rng.choice([0, 1, largest]), block_size)
-        options["policy"] = policy_over(memory, options["policy"])
+        options["policy"] = policy_by_name(options["policy"], memory)
         run = Run(make_scheduler(kind, kv_memory=memory, **options))
         waiting = [make_request(str(i), rng.randint(1, 32), rng.randint(1, 8)) for i in range(7)]
         for _ in range(6000):

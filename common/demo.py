@@ -10,6 +10,8 @@ python -m common.demo --events run.jsonl               write the events of each 
 python -m common.demo --adapters                       each prompt with an adapter and without
 python -m common.demo --model DIRECTORY_OR_HUB_ID --prompt "Hello"
 
+Every field of `EngineConfig` is an option, too, as it is of the server.
+
 See common/README.md"""
 
 from __future__ import annotations
@@ -21,8 +23,11 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import cycle, islice, repeat, zip_longest
+from itertools import cycle, islice, zip_longest
 from pathlib import Path
+from typing import Any
+
+from common.serve.flags import add_engine_flags, engine_settings
 
 # With FIRST_SEED and the default settings, the shipped checkpoint continues these sensibly. No
 # prompt ends in a line break, because the tokenizer joins it with the spaces that follow it.
@@ -80,15 +85,15 @@ REPETITION_PENALTY = 1.1
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The result of one timed run over all prompts. Latencies in milliseconds."""
+    """The result of one timed run over all prompts."""
 
     outputs: list
     seconds: float
     num_steps: int
-    prompt_tokens: int
-    output_tokens: int
-    ttft_ms: list[float]
-    itl_ms: list[float]
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(len(c.token_ids) for output in self.outputs for c in output.outputs)
 
     @property
     def output_tokens_per_second(self) -> float:
@@ -99,124 +104,60 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m common.demo",
         description="Generate text for a batch of prompts and show what the engine did.",
+        conflict_handler="resolve",  # two options of the engine are simpler here
     )
-    parser.add_argument("--model", help="directory or hub id (default: the shipped checkpoint)")
-    parser.add_argument("--prompt", action="append", metavar="P", help="may be given repeatedly")
-    parser.add_argument("--prompts-file", type=Path, metavar="F", help="one prompt a line")
-    parser.add_argument(
-        "--num-prompts", type=int, metavar="N", help="repeat or cut the prompts to N"
-    )
-    parser.add_argument("--max-tokens", type=int, default=96, metavar="N")
-    parser.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0 is greedy")
-    parser.add_argument(
-        "--seed", type=int, default=FIRST_SEED, metavar="N", help="of the first prompt"
-    )
-    parser.add_argument("--device", default="auto", metavar="D", help="auto, cpu, cuda")
-    parser.add_argument(
-        "--num-threads", type=int, metavar="N", help="of torch, on a CPU; 1 for small models"
-    )
-    parser.add_argument(
-        "--dtype",
-        metavar="D",
-        help="auto, float64, float32, bfloat16 (default: float32 for the shipped checkpoint, so "
-        "that every machine prints the same text; else auto)",
-    )
-    parser.add_argument(
-        "--batch-invariant", action="store_true", help="the same bits alone and in any batch (CPU)"
-    )
-    parser.add_argument(
-        "--overlap-scheduling", action="store_true", help="plan a step while the one before it runs"
-    )
-    parser.add_argument(
-        "--compare-sequential", action="store_true", help="the same work one request at a time"
-    )
-    parser.add_argument(
-        "--grammar", action="store_true", help="functions described as JSON, and without a grammar"
-    )
-    parser.add_argument("--trace", action="store_true", help="the seven stages of every step")
-    parser.add_argument("--events", type=Path, metavar="F", help="write what happens to this file")
-    parser.add_argument(
-        "--adapters",
-        action="store_true",
-        help="each prompt twice in one batch: by the shipped model, and with its adapter",
-    )
-    parser.add_argument(
-        "--speculative",
-        choices=("ngram", "draft"),
-        help="propose draft tokens: by look-up, or with the shipped draft model",
-    )
-    parser.add_argument(
-        "--tensor-parallel-size",
-        type=int,
-        metavar="N",
-        help="processes that share each layer (default: 1; under torchrun as many as it starts)",
-    )
-    parser.add_argument(
-        "--pipeline-parallel-size", type=int, default=1, metavar="N", help="stages of layers"
-    )
-    parser.add_argument(
-        "--chunked-prefill",
-        type=int,
-        metavar="N",
-        help="at most N tokens of a prompt in a step (default: as many as fit)",
-    )
+    add_engine_flags(parser.add_argument_group("options of the engine"))
+    add = parser.add_argument
+    add("--model", help="directory or hub id (default: the shipped checkpoint)")
+    add("--prompt", action="append", default=[], metavar="P", help="may be given repeatedly")
+    add("--prompts-file", type=Path, metavar="F", help="one prompt a line")
+    add("--num-prompts", type=int, metavar="N", help="repeat or cut the prompts to N")
+    add("--max-tokens", type=int, default=96, metavar="N")
+    add("--temperature", type=float, default=0.7, metavar="T", help="0 is greedy")
+    add("--seed", type=int, default=FIRST_SEED, metavar="N", help="of the first prompt")
+    add("--compare-sequential", action="store_true", help="the same work one request at a time")
+    add("--grammar", action="store_true", help="functions described as JSON, with and without")
+    add("--trace", action="store_true", help="the seven stages of every step")
+    add("--events", type=Path, metavar="F", help="write what happens to this file")
+    add("--adapters", action="store_true", help="each prompt with the shipped adapter and without")
+    add("--speculative", choices=("ngram", "draft"), help="how draft tokens are proposed")
     return parser.parse_args(argv)
 
 
 def load_prompts(args: argparse.Namespace) -> list[str]:
     """Return the prompts that the arguments ask for. Raises `ValueError` or `FileNotFoundError` for
     invalid arguments."""
-    prompts = list(args.prompt or [])
+    prompts = args.prompt
     if args.prompts_file is not None:
-        if not args.prompts_file.is_file():
-            raise FileNotFoundError(f"--prompts-file must be a file, got {args.prompts_file}")
         text = args.prompts_file.read_text(encoding="utf-8")
         prompts += [line for line in text.splitlines() if line.strip()]
-        if not prompts:
-            raise ValueError(f"--prompts-file must hold a prompt, got {args.prompts_file}")
-    prompts = prompts or list(HEADS if args.adapters else PROMPTS)
+    prompts = prompts or (HEADS if args.adapters else PROMPTS)
     if args.num_prompts is not None:
         if args.num_prompts < 1:
             raise ValueError(f"--num-prompts must be >= 1, got {args.num_prompts}")
-        prompts = list(islice(cycle(prompts), args.num_prompts))
+        prompts = islice(cycle(prompts), args.num_prompts)
     return [prompt for prompt in prompts for _ in range(1 + args.adapters)]
 
 
-def run(llm, prompts: list[str], params, progress: bool, adapters: Adapters = None) -> Run:
-    """Run all prompts in one `generate` call."""
-    before = llm.engine.stats()
-    started = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=progress, adapter=adapters)
-    return _summarise(llm, outputs, time.perf_counter() - started, before.num_steps)
-
-
-def run_sequentially(
-    llm, prompts: list[str], params, progress: bool, adapters: Adapters = None
+def run(
+    llm,
+    prompts: list[str],
+    params: list,
+    progress: bool,
+    adapters: Adapters = None,
+    is_sequential: bool = False,
 ) -> Run:
-    """Run one prompt after the other, on the same engine."""
-    from tqdm import tqdm
-
-    before = llm.engine.stats()
+    """Run all prompts in one `generate` call or, on the same engine, one after the other."""
+    num_steps = llm.engine.stats().num_steps
     started = time.perf_counter()
-    shown = tqdm(prompts, desc="One at a time", unit="req", disable=not progress)
-    outputs = [
-        llm.generate(prompt, prompt_params, use_tqdm=False, adapter=adapter)[0]
-        for prompt, prompt_params, adapter in zip(shown, params, adapters or repeat(None))
-    ]
-    return _summarise(llm, outputs, time.perf_counter() - started, before.num_steps)
-
-
-def _summarise(llm, outputs: list, seconds: float, steps_before: int) -> Run:
-    metrics = [output.metrics for output in outputs]
-    return Run(
-        outputs=outputs,
-        seconds=seconds,
-        num_steps=llm.engine.stats().num_steps - steps_before,
-        prompt_tokens=sum(len(output.prompt_token_ids) for output in outputs),
-        output_tokens=sum(len(c.token_ids) for output in outputs for c in output.outputs),
-        ttft_ms=[m.time_to_first_token * 1e3 for m in metrics],
-        itl_ms=[t * 1e3 for m in metrics for t in m.inter_token_latencies],
-    )
+    size = 1 if is_sequential else len(prompts)
+    outputs = []
+    for i in range(0, len(prompts), size):
+        part = slice(i, i + size)
+        adapter = None if adapters is None else adapters[part]
+        outputs += llm.generate(prompts[part], params[part], progress, adapter)
+    seconds = time.perf_counter() - started
+    return Run(outputs, seconds, llm.engine.stats().num_steps - num_steps)
 
 
 def print_outputs(outputs: list) -> None:
@@ -244,29 +185,32 @@ def print_beside(outputs: list) -> None:
 def print_summary(result: Run, llm) -> None:
     from numpy import percentile
 
-    def spread(values: list[float]) -> str:
-        if not values:
+    def spread(seconds: list[float]) -> str:
+        if not seconds:
             return "none"
-        return f"p50 {percentile(values, 50):.1f} ms, p99 {percentile(values, 99):.1f} ms"
+        median, high = percentile(seconds, [50, 99]) * 1e3
+        return f"p50 {median:.1f} ms, p99 {high:.1f} ms"
 
     stats = llm.engine.stats()
+    metrics = [output.metrics for output in result.outputs]
+    prompt_tokens = sum(len(output.prompt_token_ids) for output in result.outputs)
     mib = stats.kv_blocks_peak * llm.engine.kv_cache.kv_bytes_per_block / (1 << 20)
     print("\n=== Summary")
     print(f"requests             {len(result.outputs)}")
     print(f"steps                {result.num_steps}")
-    print(f"prompt tokens        {result.prompt_tokens}")
+    print(f"prompt tokens        {prompt_tokens}")
     print(f"output tokens        {result.output_tokens}")
     print(f"time                 {result.seconds:.2f} s")
     print(f"output throughput    {result.output_tokens_per_second:.1f} tok/s")
-    print(f"time to first token  {spread(result.ttft_ms)}")
-    print(f"inter-token latency  {spread(result.itl_ms)}")
+    print(f"time to first token  {spread([m.time_to_first_token for m in metrics])}")
+    print(f"inter-token latency  {spread([t for m in metrics for t in m.inter_token_latencies])}")
     print(
         f"KV memory            {stats.kv_blocks_peak} of {stats.kv_blocks_total} blocks held at "
         f"the peak ({mib:.1f} MiB); on average {stats.kv_waste:.0%} of "
         "what was held was not yet written"
     )
     print(
-        f"prefix cache         {stats.cached_tokens} of {result.prompt_tokens} prompt tokens were "
+        f"prefix cache         {stats.cached_tokens} of {prompt_tokens} prompt tokens were "
         f"cached ({stats.prefix_cache_hit_rate:.0%}); {stats.kv_blocks_cached} blocks kept"
     )
     again = f"{stats.recomputed_tokens} tokens computed again"
@@ -276,16 +220,6 @@ def print_summary(result: Run, llm) -> None:
             f"speculation          {stats.num_accepted_tokens} of {stats.num_drafted_tokens} "
             f"draft tokens accepted; {stats.tokens_per_pass:.2f} tokens a pass"
         )
-
-
-def print_what_was_seen(result: Run, is_shipped: bool, is_speculating: bool) -> None:
-    """Print what the numbers say about batching, what the text is, and what to run next. Alone, a
-    request takes a step for each of its tokens, unless drafts are accepted."""
-    alone = "" if is_speculating else f"; one at a time they take {result.output_tokens}"
-    print(f"\n{len(result.outputs)} requests shared {result.num_steps} steps{alone}.")
-    if is_shipped:
-        print("The text is a toy's: the shipped model has seen some Python, and nothing else.")
-    print("next: make watch ARGS=--open shows a run like this one, step by step, in a browser")
 
 
 def compare_tokens(alone: list, batched: list, dtype: object) -> str:
@@ -323,7 +257,6 @@ def _main(args: argparse.Namespace) -> int:
     prompts = load_prompts(args)
     print("Loading the model ...", file=sys.stderr)
     import common.engine  # noqa: F401  # otherwise LLM() would import it after the heap is frozen
-    from common.engine_config import SHIPPED_ADAPTER
     from common.llm import LLM, SamplingParams
     from common.requests.gc_utils import freeze_gc_heap
 
@@ -341,32 +274,13 @@ def _main(args: argparse.Namespace) -> int:
         for i in range(len(prompts))
     ]
     adapters = [None, ADAPTER] * (len(prompts) // 2) if args.adapters else None
-    speculative = None if args.speculative is None else {"method": args.speculative}
-    sizes = {"pipeline_parallel_size": args.pipeline_parallel_size}
-    if args.tensor_parallel_size is not None:
-        sizes["tensor_parallel_size"] = args.tensor_parallel_size
-    llm = LLM(
-        model=args.model,
-        device=args.device,
-        dtype=args.dtype or ("float32" if args.model is None else "auto"),
-        num_threads=args.num_threads,
-        batch_invariant=args.batch_invariant,
-        overlap_scheduling=True if args.overlap_scheduling else "auto",
-        speculative=speculative,
-        chunked_prefill=True if args.chunked_prefill is None else args.chunked_prefill,
-        **sizes,
-        adapters={ADAPTER: SHIPPED_ADAPTER} if args.adapters else None,
-        events=args.events,
-    )
+    llm = LLM(**_settings(args))
     engine = llm.engine
+    ranks = f", {engine.config.num_ranks} ranks" if engine.config.has_workers else ""
     print(
         f"{engine.model_config.architecture} on {engine.device}, {engine.dtype}: "
-        f"{engine.num_parameters / 1e6:.1f} M parameters"
-        + (f", {engine.config.num_ranks} ranks" if engine.config.has_workers else "")
+        f"{engine.num_parameters / 1e6:.1f} M parameters{ranks}"
     )
-    if args.max_tokens > engine.max_model_len:
-        limit = f"prompt and output together have at most {engine.max_model_len} tokens"
-        print(f"note: --max-tokens {args.max_tokens} is too many: {limit}", file=sys.stderr)
     progress = sys.stderr.isatty() and not args.trace
     if args.events is None:  # the warm-up must not be in the recorded events
         llm.generate(prompts[:1], SamplingParams(max_tokens=2), use_tqdm=False)
@@ -383,15 +297,34 @@ def _main(args: argparse.Namespace) -> int:
     if args.compare_sequential:
         engine.on_step = None
         engine.reset_prefix_cache()  # so that the second run finds nothing of the first
-        alone = run_sequentially(llm, prompts, params, progress, adapters)
+        alone = run(llm, prompts, params, False, adapters, is_sequential=True)
         print("\n=== One request at a time")
         print(f"steps                {alone.num_steps}")
         print(f"time                 {alone.seconds:.2f} s")
         print(f"output throughput    {alone.output_tokens_per_second:.1f} tok/s")
         print(f"batching is          {alone.seconds / result.seconds:.2f} times as fast")
         print(compare_tokens(alone.outputs, result.outputs, engine.dtype))
-    print_what_was_seen(result, is_shipped=args.model is None, is_speculating=bool(speculative))
+    # Alone, a request takes a step for each of its tokens, unless drafts are accepted.
+    steps = "" if args.speculative else f"; one at a time they take {result.output_tokens}"
+    print(f"\n{len(result.outputs)} requests shared {result.num_steps} steps{steps}.")
+    if args.model is None:
+        print("The text is a toy's: the shipped model has seen some Python, and nothing else.")
+    print("next: make watch ARGS=--open shows a run like this one, step by step, in a browser")
     return 0
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of `EngineConfig`. The shipped checkpoint is computed in float32, so that
+    every machine prints the same text."""
+    from common.engine_config import SHIPPED_ADAPTER
+
+    settings = {"dtype": "float32" if args.model is None else "auto"} | engine_settings(args)
+    return settings | {
+        "model": args.model,
+        "events": args.events,
+        "adapters": {ADAPTER: SHIPPED_ADAPTER} if args.adapters else None,
+        "speculative": {"method": args.speculative} if args.speculative else None,
+    }
 
 
 def show_grammar(llm, temperature: float, seed: int) -> None:
@@ -408,12 +341,11 @@ def show_grammar(llm, temperature: float, seed: int) -> None:
         ]
         print(f"\n=== {title}")
         num_json = 0
-        for head, output in zip(
-            GRAMMAR_HEADS, llm.generate(prompts, params, use_tqdm=False), strict=True
-        ):
-            completion = output.outputs[0]
-            text = completion.text
-            num_json += (is_json := _is_json(text))
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        for head, output in zip(GRAMMAR_HEADS, outputs, strict=True):
+            text = output.outputs[0].text
+            is_json = _is_json(text)
+            num_json += is_json
             label = "JSON" if is_json else "no JSON"
             name = head.split("(")[0].removeprefix("def ")
             print(f"{name:<12}{label:<9}{json.dumps(text[:90])}")

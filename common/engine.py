@@ -17,47 +17,36 @@ import logging
 import sys
 import time
 import weakref
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from itertools import repeat
 from pathlib import Path
-from pkgutil import resolve_name
-from typing import TYPE_CHECKING, TextIO, cast
+from typing import TYPE_CHECKING, TextIO
 
 from common.assembly.assembly import load_runner, make_engine_parts
-from common.engine_config import (
-    LAZY_ENGINE_PLUGINS,
-    SHIPPED_CHECKPOINT,
-    STEP_SIZES,
-    EngineConfig,
-    EngineStats,
-)
+from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig, EngineStats
 from common.models.loader import LoadedModel
 from common.requests.engine_calls import EngineCalls, public
-from common.requests.engine_plugin import EnginePlugin
 from common.requests.input_processor import InputProcessor, Prompt, RequestOptions, SharedOptions
 from common.requests.output_processor import OutputProcessor, RequestGroup, RequestOutput, spread
-from common.requests.stats import RecentCacheStats, Throughput
 from common.requests.tokenizer import Tokenizer
-from common.sampling.runner_plugin import PluginContext
 from common.sampling.sampling_defaults import sampling_defaults
-from prefix_cache import PrefixCache
-from request import Request, RequestStatus, SamplingParams
+from prefix_cache import CacheStats, PrefixCache
+from request import RequestStatus, SamplingParams
 from scheduler_interface import EngineCoreOutput, SchedulerOutput
-from step_record import StepRecord, make_record, preemptions_of
+from step_record import StepRecord, make_record
 
 if TYPE_CHECKING:
     from typing import Unpack
 
     from common.events.frame_recorder import FrameRecorder
     from common.features.adapters.adapter_names import AdapterNames
+    from common.features.grammars.request_grammars import RequestGrammars
 
 CLOSE_TIMEOUT_S = 5.0  # how long `close` waits for a step of another thread
-PLUGIN_WAIT_S = 0.05  # length of a step in which every request waits for a plugin
+GRAMMAR_WAIT_S = 0.05  # length of a step in which every request waits for its grammar
 MAX_IDLE_STEPS = 100  # a forced preemption causes one; steps that wait for external KV do not count
 
 logger = logging.getLogger(__name__)
@@ -86,8 +75,7 @@ class LLMEngine(EngineCalls):
         self.on_step = on_step
         self._is_closed = False
         self._has_closed_parts = False
-        # Groups to be aborted when the call ends, and whether their outputs are dropped.
-        self._to_abort: deque[tuple[RequestGroup, bool]] = deque()
+        self._to_abort: deque[RequestGroup] = deque()  # when the call ends
         self._groups: dict[str, RequestGroup] = {}
         self._finished_groups: dict[RequestGroup, None] = {}  # not yet returned; in order
         # All sequences of open groups by Request.request_id, finished ones included.
@@ -111,45 +99,42 @@ class LLMEngine(EngineCalls):
         if self.config.has_workers:
             from common.parallel.remote import start_runner as load
 
-        runner, tokenizer = load(self.config, loaded, draft, tokenizer)
+        runner = load(self.config, loaded, draft, tokenizer)
         # Ends the workers, if there are any, and restores torch's thread count, when this engine is
         # closed or garbage-collected.
-        self._close_runner = None if runner.close is None else weakref.finalize(self, runner.close)
+        self._close_runner = weakref.finalize(self, runner.close)
         try:
             parts = make_engine_parts(self.config, runner, self._sequences)
         except BaseException:
-            if self._close_runner is not None:
-                self._close_runner()
+            self._close_runner()
             raise
         self.parts = parts
-        self.tokenizer = tokenizer
+        self.tokenizer = runner.tokenizer
         self.core = parts.core
         self.num_steps = 0
         self.scheduler = parts.scheduler
         self.kv_manager = parts.kv_memory
         self.kv_cache = runner.kv_cache
-        self.max_model_len = runner.max_model_len
-        self.vocab_size = runner.vocab_size
+        self.max_model_len = runner.limits.max_model_len
+        self.vocab_size = runner.limits.vocab_size
         self.model_config = runner.model_config
         self.device = runner.device
         self.dtype = runner.dtype
         self.num_parameters = runner.num_parameters
         self._input_processor = InputProcessor(
-            tokenizer=tokenizer,
+            tokenizer=runner.tokenizer,
             num_embeddings=runner.model_config.vocab_size,
-            vocab_size=runner.vocab_size,
-            eos_token_ids=runner.eos_token_ids,
-            max_model_len=runner.max_model_len,
+            vocab_size=self.vocab_size,
+            eos_token_ids=runner.limits.eos_token_ids,
+            max_model_len=self.max_model_len,
             seed=self.config.seed,
         )
-        self._plugins: dict[str, EnginePlugin] = {}  # in the order in which they are called
-        if parts.adapters is not None:
-            self._plugins["adapter"] = parts.adapters
+        self.grammars: RequestGrammars | None = None  # until the first request has one
+        self.frame_recorder: FrameRecorder | None = None  # unless the engine is watched
         self.reset_stats()
 
     # -- requests
 
-    @public
     def add_request(
         self,
         request_id: str,
@@ -158,37 +143,58 @@ class LLMEngine(EngineCalls):
         **options: Unpack[RequestOptions],
     ) -> RequestGroup:
         """Queue a request. `prompt` is text or token ids; the options are in `RequestOptions`.
-        Returns its output, which later steps extend. Raises `ValueError` for a request that cannot
-        be served, and leaves the state unchanged."""
-        return self._add_request(request_id, prompt, sampling_params, options)
-
-    def _add_request(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        options: RequestOptions,
-    ) -> RequestGroup:
-        self._check_is_open()
-        self._check_id(request_id)
-        params = self.default_sampling_params if params is None else params
-        if (adapter := options.get("adapter")) is not None:
-            options["adapter"] = self._adapter_names().digest_of(adapter)
-        group = self._input_processor.make_group(request_id, prompt, params, **options)
-        for sequence in group.sequences:
-            self._check_id(sequence.request_id)  # a sample's id "name#0" may be another request's
-        try:
-            self._groups[request_id] = group
-            self._sequences |= {sequence.request_id: sequence for sequence in group.sequences}
-            for sequence in group.sequences:
-                for plugin in self._plugins_for(sequence.request):
-                    plugin.on_add(sequence.request)
-                self.core.add_request(sequence.request)
-        except Exception:  # a rejected request changes no state
-            self._rollback_add(group)
-            raise
-        self._input_processor.num_seeds_drawn += params.seed is None
+        Returns the request, whose `output()` later steps extend. Raises `ValueError` for a request
+        that cannot be served, and leaves the state unchanged."""
+        adapters = [options.pop("adapter", None)]
+        [group] = self.add_requests([(request_id, prompt, sampling_params)], adapters, **options)
         return group
+
+    @public
+    def add_requests(
+        self,
+        requests: Iterable[tuple[str, Prompt, SamplingParams | None]],
+        adapters: Iterable[str | None] = repeat(None),
+        is_returned: bool = True,
+        **options: Unpack[SharedOptions],
+    ) -> list[RequestGroup]:
+        """Queue all `(request_id, prompt, sampling_params)` or, if one is rejected, none.
+        `adapters` has one entry for each request. `is_returned`: `step` returns their outputs."""
+        self._check_is_open()
+        num_seeds_drawn = self._input_processor.num_seeds_drawn
+        groups: list[RequestGroup] = []
+        try:
+            for (request_id, prompt, params), adapter in zip(requests, adapters):
+                params = self.default_sampling_params if params is None else params
+                digest = None if adapter is None else self._adapter_names().digest_of(adapter)
+                self._check_id(request_id)
+                group = self._input_processor.make_group(
+                    request_id, prompt, params, adapter=digest, **options
+                )
+                for sequence in group.sequences:
+                    self._check_id(sequence.request_id)  # "name#0" may be another request's
+                group.is_returned = is_returned
+                groups.append(group)
+                self._queue(group)
+                self._input_processor.num_seeds_drawn += params.seed is None
+        except Exception:  # a rejected request changes no state
+            for group in groups:
+                self._rollback_add(group)
+            self._input_processor.num_seeds_drawn = num_seeds_drawn
+            raise
+        return groups
+
+    def _queue(self, group: RequestGroup) -> None:
+        self._groups[group.request_id] = group
+        self._sequences |= {sequence.request_id: sequence for sequence in group.sequences}
+        for sequence in group.sequences:
+            request = sequence.request
+            if self.parts.adapters is not None:
+                self.parts.adapters.on_add(request)
+            if "grammar" in request.features:
+                self._request_grammars().on_add(request)
+            if self.frame_recorder is not None:
+                self.frame_recorder.on_add(request)
+            self.core.add_request(request)
 
     @cached_property
     def default_sampling_params(self) -> SamplingParams:
@@ -197,41 +203,20 @@ class LLMEngine(EngineCalls):
             logger.info("where a request says nothing, as the model recommends: %s", defaults)
         return SamplingParams(**defaults)
 
-    def _plugins_for(self, request: Request) -> Iterable[EnginePlugin]:
-        """Return the plugins, with those of features that no request has had before."""
-        for name in LAZY_ENGINE_PLUGINS.keys() & request.features.keys() - self._plugins.keys():
-            ranks = self.config.model or SHIPPED_CHECKPOINT if self.config.has_workers else None
-            context = PluginContext(
+    def _request_grammars(self) -> RequestGrammars:
+        if self.grammars is None:
+            from common.features.grammars.request_grammars import RequestGrammars
+
+            assert self.tokenizer is not None  # the input processor has refused grammars
+            path = self.config.model or SHIPPED_CHECKPOINT
+            self.grammars = RequestGrammars(
                 tokenizer=self.tokenizer,
-                path=ranks,
                 vocab_size=self.vocab_size,
                 eos_token_ids=self._input_processor.eos_token_ids,
+                scheduler=self.scheduler,
+                rank_checkpoint=path if self.config.has_workers else None,
             )
-            self._plugins[name] = resolve_name(LAZY_ENGINE_PLUGINS[name])(context, self.scheduler)
-        return self._plugins.values()
-
-    @public
-    def add_requests(
-        self,
-        requests: Iterable[tuple[str, Prompt, SamplingParams]],
-        adapters: Sequence[str | None] | None = None,
-        **options: Unpack[SharedOptions],
-    ) -> None:
-        """Queue all `(request_id, prompt, sampling_params)` or, if one is rejected, none.
-        `adapters` has one entry for each request."""
-        num_seeds_drawn = self._input_processor.num_seeds_drawn
-        added: list[RequestGroup] = []
-        try:
-            each = repeat(None) if adapters is None else adapters
-            pairs = zip(requests, each, strict=adapters is not None)
-            for (request_id, prompt, params), adapter in pairs:
-                one = RequestOptions(**options, adapter=adapter)
-                added.append(self._add_request(request_id, prompt, params, one))
-        except Exception:
-            for group in added:
-                self._rollback_add(group)
-            self._input_processor.num_seeds_drawn = num_seeds_drawn
-            raise
+        return self.grammars
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """Abort a request, also from within a call: then when that call ends. Returns its output
@@ -241,13 +226,12 @@ class LLMEngine(EngineCalls):
         if group is None:
             return None
         self._abort_group(group)
-        return copy(group)
+        return group.output()
 
-    def _abort_group(self, group: RequestGroup, is_dropped: bool = False) -> None:
+    def _abort_group(self, group: RequestGroup) -> None:
         """Abort a group now, or when the call ends that this one is made from. If another thread
-        calls (it collects a generator), the next call does it. `is_dropped`: `step` does not return
-        its output."""
-        self._to_abort.append((group, is_dropped))
+        calls (it collects a generator), the next call does it."""
+        self._to_abort.append(group)
         if self._is_owner() and not self._is_in_call():
             self._run_deferred()
 
@@ -257,21 +241,16 @@ class LLMEngine(EngineCalls):
 
     def _finish_call(self) -> None:
         self._do_aborts()
-        for plugin in self._plugins.values():
-            plugin.between_steps()
+        if self.frame_recorder is not None:
+            self.frame_recorder.between_steps()
         if self._is_closed and not self._has_closed_parts:
             self._close_parts()
 
-    def _is_asked(self) -> bool:
-        return bool(self._to_abort) or (self._is_closed and not self._has_closed_parts)
-
     def _do_aborts(self) -> None:
         while self._to_abort:
-            group, is_dropped = self._to_abort[0]
+            group = self._to_abort[0]
             if self._groups.get(group.request_id) is group:
                 self._end_sequences(group)
-            if is_dropped:
-                self._finished_groups.pop(group, None)
             self._to_abort.popleft()  # last, so that an interrupted call does it again
 
     def _end_sequences(self, group: RequestGroup, error: str | None = None) -> None:
@@ -295,8 +274,8 @@ class LLMEngine(EngineCalls):
     @public
     def step(self) -> list[RequestOutput]:
         """Run one engine step. Returns the outputs of requests that finished since the previous
-        step (aborted ones included) and of those that made progress. The outputs are live objects:
-        later steps extend them, and text is decoded lazily.
+        step (aborted ones included) and of those that made progress, but not of `generate_batch`'s
+        and `stream`'s requests.
 
         If a step raises (out of memory, an interrupt), what it has done is unknown: requests that
         have started end with an error, the prefix cache is emptied, waiting requests stay queued,
@@ -305,27 +284,30 @@ class LLMEngine(EngineCalls):
         outputs that this one could not.
         """
         # If only outputs are left, there is nothing to compute, or the engine is closed.
-        has_work = self.core.has_unfinished_requests() or not self._finished_groups
-        progressed = self._run_step() if has_work else []
-        outputs: list[RequestOutput] = [*map(copy, self._finished_groups), *progressed]
+        progressed: Iterable[RequestGroup] = ()
+        if self.core.has_unfinished_requests() or not self._finished_groups:
+            touched = self._run_step()
+            progressed = [each for each in touched if each.is_returned and not each.finished]
+        outputs = [group.output() for group in [*self._finished_groups, *progressed]]
         self._finished_groups.clear()  # last, or an interrupt would lose finished outputs
         return outputs
 
     @public
-    def _advance(self) -> None:
-        """Run one step of a whole call, which returns what has finished."""
-        self._run_step()
+    def _advance(self) -> Collection[RequestGroup]:
+        """Run one step of a whole call. Returns the groups that it touched."""
+        return self._run_step()
 
-    def _run_step(self) -> list[RequestGroup]:
-        """Run one step. Returns the unfinished groups that made progress; the finished ones are in
-        `_finished_groups`."""
+    def _run_step(self) -> Collection[RequestGroup]:
         self._check_is_open()
-        self._fail_requests()
+        if self.grammars is not None:
+            for request_id, reason in self.grammars.failed_requests().items():
+                if (sequence := self._sequences.get(request_id)) is not None:  # else it has failed
+                    self._end_sequences(sequence.group, reason)
         touched, record = self._execute_step()
         if self.on_step is not None and record is not None:
             self.on_step(record)
         self._do_aborts()
-        return [group for group in touched if not group.finished]
+        return touched
 
     def _execute_step(self) -> tuple[Collection[RequestGroup], StepRecord | None]:
         """Run one step. Returns the groups that it touched and, if `on_step` is set, its record."""
@@ -336,12 +318,11 @@ class LLMEngine(EngineCalls):
             now = time.monotonic()
             self._update_stats(self.core.last_step.plan, now - start_time)
             touched = self._process_outputs(results, now)
-            self._throughput.note(now, self._stats.prompt_tokens, self._stats.output_tokens)
         except Exception as error:  # an interrupt leaves the mark, and the next call recovers
             self._run_recovery(error)
             raise
-        for plugin in self._plugins.values():
-            plugin.flush()
+        if self.frame_recorder is not None:
+            self.frame_recorder.flush()
         self._check_progress(self.core.last_step.plan)
         if self.config.check_invariants:
             self._check_invariants()
@@ -397,7 +378,8 @@ class LLMEngine(EngineCalls):
         """Raise `RuntimeError` if requests wait and nothing in flight can lead to an admission."""
         num_running, num_waiting = self.core.get_request_counts()
         is_busy = plan.num_scheduled_tokens or num_running or not num_waiting
-        is_busy = is_busy or any([p.wait(PLUGIN_WAIT_S) for p in self._plugins.values()])
+        if not is_busy and self.grammars is not None:
+            is_busy = self.grammars.wait(GRAMMAR_WAIT_S)
         if is_busy or self.kv_manager.num_blocks_in_use:  # KV that is being loaded holds blocks
             self._num_idle_steps = 0
             return
@@ -410,8 +392,8 @@ class LLMEngine(EngineCalls):
             )
 
     def _recover(self, error: BaseException | None) -> None:
-        for plugin in self._plugins.values():
-            plugin.on_error(error)
+        if self.frame_recorder is not None:
+            self.frame_recorder.on_error(error)
         if self.parts.multi_step_core is not None:
             self.parts.multi_step_core.give_up()
         self.kv_manager.clear()
@@ -452,21 +434,23 @@ class LLMEngine(EngineCalls):
         adapters = spread("adapter", adapter, n, str)
         ids = [self._new_id() for _ in prompts]
         requests = zip(ids, prompts, per_prompt, strict=True)
-        groups = list[RequestGroup]()
         try:
-            self.add_requests(requests, adapters, **options)
-            groups += [self._groups[request_id] for request_id in ids]
+            groups = self.add_requests(requests, adapters, is_returned=False, **options)
+            own = set(groups)
             for group in groups:
                 while not group.finished:
-                    self._advance()
-                    num_finished = self._dequeue_finished(groups)
+                    touched = self._advance()
                     if on_finished is not None:
-                        on_finished(num_finished)
+                        on_finished(sum(each.finished and each in own for each in touched))
         finally:
-            groups = groups or [self._groups[i] for i in ids if i in self._groups]
-            for group in groups:
-                self._abort_group(group, is_dropped=True)
-        return {group.request_id: copy(group) for group in groups}
+            self._abort_unfinished(ids)
+        return {group.request_id: group.output() for group in groups}
+
+    def _abort_unfinished(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            group = self._groups.get(request_id)
+            if group is not None and not group.is_returned:  # else a later request of this id
+                self._abort_group(group)
 
     def _new_id(self) -> str:
         """Return a request id that no unfinished request has."""
@@ -485,28 +469,23 @@ class LLMEngine(EngineCalls):
         """Run one prompt and yield its text as the text becomes final. The remaining text is
         yielded however the request ends. Leaving the loop early aborts the request."""
         request_id = self._new_id()
-        group = None
+        adapters = [options.pop("adapter", None)]
         try:
-            group = self.add_request(request_id, prompt, params, **options)
-            sequence = group.sequences[0]
+            requests = [(request_id, prompt, params)]
+            [group] = self.add_requests(requests, adapters, is_returned=False, **options)
             while not group.finished:
-                if delta := sequence.take_delta():
+                if delta := self._take_delta(group):
                     yield delta
                 else:
                     self._advance()
-            if delta := sequence.take_delta():
+            if delta := self._take_delta(group):
                 yield delta
         finally:
-            if group := group or self._groups.get(request_id):
-                self._abort_group(group, is_dropped=True)
+            self._abort_unfinished([request_id])
 
-    def _dequeue_finished(self, groups: Collection[RequestGroup]) -> int:
-        """Remove finished groups from the output queue, because the caller already holds them.
-        Returns how many were finished."""
-        finished = [group for group in self._finished_groups if group in groups]
-        for group in finished:
-            del self._finished_groups[group]
-        return len(finished)
+    @public
+    def _take_delta(self, group: RequestGroup) -> str:
+        return group.sequences[0].take_delta()
 
     # -- adapters
 
@@ -537,37 +516,28 @@ class LLMEngine(EngineCalls):
             raise ValueError("cannot use adapters: the engine has no max_loras or adapters")
         return self.parts.adapters
 
-    # -- requests that cannot start
-
-    def _fail_requests(self) -> None:
-        """Finish requests that a plugin cannot serve with an error."""
-        for plugin in self._plugins.values():
-            for request_id, reason in plugin.failed_requests().items():
-                if (sequence := self._sequences.get(request_id)) is not None:  # else it has failed
-                    self._end_sequences(sequence.group, reason)
-
     # -- statistics and observation
 
     def stats(self) -> EngineStats:
         """Return a copy of the totals and the current state."""
         running, waiting = self.core.get_request_counts()
-        stats = replace(self._stats, num_running=running, num_waiting=waiting)
-        stats.steps_by_tokens = list(self._stats.steps_by_tokens)
-        stats.kv_blocks_in_use = self.kv_manager.num_blocks_in_use
-        stats.discarded_tokens = self._num_discarded_tokens() - self._num_discarded_before
+        stats = replace(
+            self._stats,
+            num_running=running,
+            num_waiting=waiting,
+            kv_blocks_in_use=self.kv_manager.num_blocks_in_use,
+        )
+        if (plans := self.parts.in_flight_plans) is not None:
+            stats.discarded_tokens = plans.num_discarded_tokens
         if (cache := self.prefix_cache) is not None:
             stats.kv_blocks_cached = cache.num_cached_blocks
             stats.looked_up_tokens = cache.stats.num_tokens_looked_up
             stats.cached_tokens = cache.stats.num_tokens_hit
             stats.prefix_cache_hit_rate = cache.stats.hit_rate
-            stats.recent_prefix_cache_hit_rate = self._cache_stats.recent_hit_rate
-        rates = self._throughput.per_second(time.monotonic())
-        stats.recent_prompt_throughput, stats.recent_output_throughput = rates
         if (drafts := self.parts.drafts) is not None:
             spec_stats = drafts.stats
             stats.num_passes = spec_stats.num_passes
             stats.num_drafted_passes = spec_stats.num_drafted_passes
-            stats.accepted_by_position = list(spec_stats.accepted_by_position)
             stats.num_drafted_tokens = spec_stats.num_drafted
             stats.num_accepted_tokens = spec_stats.num_accepted
             stats.acceptance_by_position = spec_stats.acceptance_by_position
@@ -584,10 +554,7 @@ class LLMEngine(EngineCalls):
     @public
     def reset_prefix_cache(self) -> bool:
         """Clear the prefix cache. Returns False, and changes nothing, while requests use blocks."""
-        is_reset = self.kv_manager.reset_prefix_cache()
-        if is_reset:
-            self._cache_stats.clear_recent()
-        return is_reset
+        return self.kv_manager.reset_prefix_cache()
 
     @public
     def watch(self, events: str | Path | TextIO) -> FrameRecorder:
@@ -600,15 +567,14 @@ class LLMEngine(EngineCalls):
 
         check_place(events)
         self._remove_watch()
-        recorder = FrameRecorder(
+        self.frame_recorder = FrameRecorder(
             events,
             config=self.config,
             parts=self.parts,
             members=self._sequences,
             tokenizer=self.tokenizer,
         )
-        self._plugins["watch"] = recorder
-        return recorder
+        return self.frame_recorder
 
     @public
     def unwatch(self) -> None:
@@ -616,9 +582,9 @@ class LLMEngine(EngineCalls):
         self._remove_watch()
 
     def _remove_watch(self) -> None:
-        if (recorder := self._plugins.get("watch")) is not None:
-            cast("FrameRecorder", recorder).take_out()
-            del self._plugins["watch"]
+        if self.frame_recorder is not None:
+            self.frame_recorder.take_out()
+            self.frame_recorder = None
 
     def close(self) -> None:
         """Stop the connector's threads, close its files and end the workers. The engine computes
@@ -650,21 +616,19 @@ class LLMEngine(EngineCalls):
         """Close what a step that does not end can wait for."""
         if self.parts.connector is not None:
             self.parts.connector.close()
-        for plugin in list(self._plugins.values()):
-            plugin.close()
-        if self._close_runner is not None:
-            self._close_runner()
+        if self.grammars is not None:
+            self.grammars.close()
+        self._close_runner()
 
     @public
     def reset_stats(self) -> None:
         """Reset the counters, for example after a warm-up. The prefix cache is kept."""
-        self._cache_stats = RecentCacheStats()
-        self._throughput = Throughput(time.monotonic())
         if self.prefix_cache is not None:
-            self.prefix_cache.stats = self._cache_stats
+            self.prefix_cache.stats = CacheStats()
         if self.parts.drafts is not None:
             self.parts.drafts.reset_stats()
-        self._num_discarded_before = self._num_discarded_tokens()
+        if self.parts.in_flight_plans is not None:
+            self.parts.in_flight_plans.num_discarded_tokens = 0
         self._stats = EngineStats(kv_blocks_total=self.kv_manager.pool.num_usable_blocks)
 
     @public
@@ -677,12 +641,9 @@ class LLMEngine(EngineCalls):
         self.kv_manager.check_invariants(self.scheduler.running.values())
         unfinished = {r for r, sequence in self._sequences.items() if not sequence.is_finished}
         assert unfinished == set(self.scheduler.requests)
-        assert len(self._sequences) == sum(len(group.sequences) for group in self._groups.values())
-        for request_id, sequence in self._sequences.items():
-            group = sequence.group
-            assert self._groups[group.request_id] is group and not group.finished, request_id
-            assert sequence in group.sequences and sequence.request_id == request_id, request_id
-        assert all(group.finished for group in self._finished_groups)
+        grouped = [sequence for group in self._groups.values() for sequence in group.sequences]
+        assert set(grouped) == set(self._sequences.values())
+        assert not any(group.finished for group in self._groups.values())
         assert self.scheduler.requests or self.kv_manager.num_blocks_in_use == 0, "blocks leaked"
 
     def _update_stats(self, plan: SchedulerOutput, seconds: float) -> None:
@@ -691,24 +652,19 @@ class LLMEngine(EngineCalls):
         stats.num_steps += 1
         stats.busy_time += seconds
         stats.scheduled_tokens += num_tokens
-        stats.steps_by_tokens[bisect_left(STEP_SIZES, num_tokens)] += 1
         if admitted := {new.req_id: new for new in plan.scheduled_new_reqs}:
             stats.prompt_tokens += sum(len(new.prompt_token_ids) for new in admitted.values())
             for sequence in self._sequences_of(plan, admitted):
-                sequence.metrics.first_scheduled_time = self.core.last_step.clock.start_time
-        preempted, num_recomputed_tokens = preemptions_of(plan)
-        stats.num_preemptions += len(preempted)
-        stats.recomputed_tokens += num_recomputed_tokens
+                if sequence.metrics.first_scheduled_time is None:
+                    sequence.metrics.first_scheduled_time = self.core.last_step.clock.start_time
+        stats.num_preemptions += len(plan.preempted_requests)
+        stats.recomputed_tokens += plan.num_recomputed_tokens
         stats.kv_blocks_peak = max(stats.kv_blocks_peak, plan.num_kv_blocks_in_use)
         slots = plan.num_kv_blocks_in_use * self.config.block_size
         # Each sequence counts a shared prompt, so `written` can exceed the slots that are held.
         written = self.kv_manager.num_written_slots(plan.start_positions, num_tokens)
         waste = max(0.0, 1 - written / slots) if slots else 0.0
         stats.kv_waste += (waste - stats.kv_waste) / stats.num_steps
-
-    def _num_discarded_tokens(self) -> int:
-        plans = self.parts.in_flight_plans
-        return 0 if plans is None else plans.num_discarded_tokens
 
     def _check_is_open(self) -> None:
         if self._is_closed:
@@ -722,11 +678,14 @@ class LLMEngine(EngineCalls):
 
     def _finish_group(self, group: RequestGroup) -> None:
         """Close a finished group and queue its output. Can be interrupted and called again."""
-        self._finished_groups[group] = None
+        if group.is_returned:
+            self._finished_groups[group] = None
         for sequence in group.sequences:
             self._sequences.pop(sequence.request_id, None)
-            for plugin in self._plugins.values():
-                plugin.on_finish(sequence.request)
+            if self.parts.adapters is not None:
+                self.parts.adapters.on_finish(sequence.request)
+            if self.grammars is not None:
+                self.grammars.on_finish(sequence.request)
         self._groups.pop(group.request_id, None)
 
     def _rollback_add(self, group: RequestGroup) -> None:

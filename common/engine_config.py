@@ -2,87 +2,54 @@
 a name or an object:
 
     argument            names                           or
-    scheduler           SCHEDULERS                      a function of `make_scheduler`'s keywords
+    scheduler           "two_phase", "prefill_first",   a function of `make_scheduler`'s keywords
+                        "fcfs"
     policy              chapter 4's own two, or all     a SchedulePolicy
                         of `sglang_policies.POLICIES`,
                         or "module:Class" of yours
-    prefix_cache        PREFIX_CACHES, None             a function of pool, block_size, listener
+    prefix_cache        "hash", "radix", None           a function of pool, block_size, listener
     chunked_prefill     True, False, a number           a ChunkPolicy
-    speculative         PROPOSERS, in a dict            a Proposer
-    attention_backend   ATTENTION_BACKENDS, "auto"      an AttentionBackend
+    speculative         "ngram", "draft", in a dict     a Proposer
+    attention_backend   "auto", "torch", "triton"       an AttentionBackend
     kv_connector        None                            a KVConnector
 
-A table maps each name to a "module:attribute", which is imported only when the name is chosen.
+A part is imported only if its name is chosen.
 
 See common/README.md"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import (
     TYPE_CHECKING,
     Annotated,
     Any,
     Literal,
     Protocol,
-    TypeGuard,
     get_type_hints,
     runtime_checkable,
 )
 
 import torch
-from pydantic import ConfigDict, Field, PositiveInt, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, PositiveInt, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
 
-from paged_attention import AttentionBackend
 from policies import POLICIES, SchedulePolicy, get_policy
-from unchunked import ChunkPolicy
+from request import require
 
 if TYPE_CHECKING:
     from base_scheduler import BaseScheduler
     from kv_connector import KVConnector
+    from paged_attention import AttentionBackend
     from prefix_cache import PrefixCache
     from proposers import Proposer
     from tiered_cache import KVTierConfig
-
-SCHEDULERS = {
-    # Chapter 4: fill the memory, and preempt when it runs out.
-    "two_phase": "scheduler:Scheduler",
-    "prefill_first": "prefill_first_scheduler:PrefillFirstScheduler",
-    # Chapter 1, over KV blocks and a prefix cache: reserve everything at admission.
-    "fcfs": "caching_fcfs_scheduler:CachingFCFSScheduler",
-}
-PREFIX_CACHES = {
-    "hash": "prefix_cache_local:PrefixCacheLocal",
-    "radix": "radix_cache:RadixCache",
-}
-PROPOSERS = {
-    "ngram": "proposers:NgramProposer",
-    "draft": "draft_model_proposer:DraftModelProposer",
-}
-# The first is for whole prompts, the second (or the same) for decodes and chunks in a batch. Only
-# "triton" and classes that derive from `TorchAttentionBackend` get metadata with a window.
-ATTENTION_BACKENDS = {
-    "torch": (
-        "paged_attention:TorchAttentionBackend",
-        "mixed_attention:MixedAttentionBackend",
-    ),
-    "triton": (
-        "paged_attention_triton:TritonAttentionBackend",
-        "mixed_attention_triton:MixedTritonAttentionBackend",
-    ),
-}
-# Plugins that are made when the first request has the feature: the runner's, and the engine's.
-LAZY_PLUGINS = {
-    "prompt_logprobs": "common.sampling.prompt_logprobs:make",
-    "grammar": "common.features.grammars.grammar_masks:make",
-}
-LAZY_ENGINE_PLUGINS = {
-    "grammar": "common.features.grammars.request_grammars:RequestGrammars",
-}
+    from unchunked import ChunkPolicy
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 SHIPPED_CHECKPOINT = CHECKPOINTS / "tiny"
@@ -96,7 +63,6 @@ COMPILE_FROM_PARAMETERS = 100_000_000
 # Larger models lose as much then, but one thread is slow for them on an idle machine, too:
 # measured there.
 THREADS_FROM_PARAMETERS = 100_000_000
-NO_CLOCK = "not depend on step durations in a pipeline, where other steps are in flight"
 MAX_THREADS = max(64, 4 * (os.cpu_count() or 1))  # a process that cannot get them ends
 
 PathLike = Annotated[str, Field(min_length=1)] | Path
@@ -120,18 +86,31 @@ def check_fields(config: object) -> None:
 
 @cache
 def _adapters(kind: type) -> dict[str, TypeAdapter]:
-    parts = ("KVConnector", "KVTierConfig", "PrefixCache", "Proposer", "BaseScheduler")
-    later: dict[str, Any] = {name: Any for name in parts}  # imported only where they are used
-    hints = get_type_hints(kind, localns=later, include_extras=True)
+    parts = {
+        "AttentionBackend": _part("paged_attention:AttentionBackend"),
+        "BaseScheduler": Any,  # what a function makes
+        "ChunkPolicy": _part("unchunked:ChunkPolicy"),
+        "KVConnector": _part("kv_connector:KVConnector"),
+        "KVTierConfig": _part("tiered_cache:KVTierConfig"),
+        "PrefixCache": Any,
+        "Proposer": _part("proposers:Proposer"),
+    }
+    hints = get_type_hints(kind, localns=parts, include_extras=True)
     config = ConfigDict(arbitrary_types_allowed=True)
     return {name: TypeAdapter(hint, config=config) for name, hint in hints.items()}
 
 
-def _check(config: object, *rules: tuple[str, object, str]) -> None:
-    """Raise `ValueError` for the first `(field, is_right, rule)` whose `is_right` is false."""
-    for name, is_right, rule in rules:
-        if not is_right:
-            raise ValueError(f"{name} must {rule}, got {getattr(config, name)!r}")
+def _part(path: str) -> Any:
+    """The annotation of an instance of the class at this path, which is imported to check one."""
+
+    def check(value: object) -> object:
+        if isinstance(value, type) or not isinstance(value, resolve_name(path)):
+            raise PydanticCustomError(
+                "part", "Input should be an instance of {path}", {"path": path}
+            )
+        return value
+
+    return Annotated[Any, AfterValidator(check)]
 
 
 @runtime_checkable
@@ -143,53 +122,9 @@ class LearnsDurations(Protocol):
     ) -> None: ...
 
 
-def _check_policy(value: Any) -> None:
-    if isinstance(value, str) and value in POLICIES:
-        return
-    policy: SchedulePolicy | type[SchedulePolicy]
-    if isinstance(value, SchedulePolicy):
-        policy = value
-    else:
-        import sglang_policies
-
-        policy = get_policy(value, sglang_policies.POLICIES)
-    has_key = getattr(policy.key, "__func__", policy.key) is not SchedulePolicy.key
-    has_order = getattr(policy.order, "__func__", policy.order) is not SchedulePolicy.order
-    if not has_key and not (has_order and policy.is_cache_aware):
-        needed = "must define key, or set is_cache_aware and define order"
-        raise ValueError(f"policy {needed}, got {value!r}")
-
-
-def is_proposer(value: object) -> TypeGuard[Proposer]:
-    if value is None or isinstance(value, str | dict):
-        return False
-    from proposers import Proposer
-
-    return _is_made(value, Proposer)
-
-
-def _is_backend(value: object) -> bool:
-    return _is_made(value, AttentionBackend)
-
-
 def is_instance_arg(value: object) -> bool:
     """Whether `value` is an object given by the caller, not a name or a number."""
     return value is not None and not isinstance(value, str | int | float | dict)
-
-
-def _check_name(
-    field: str, value: object, names: Iterable[str | None], is_one: bool, instead: str
-) -> None:
-    if value is None or isinstance(value, str):
-        is_one = value in tuple(names)
-    if not is_one:
-        shown = ", ".join(map(repr, names))
-        raise ValueError(f"{field} must be {instead}, or one of {shown}, got {value!r}")
-
-
-def _is_made(value: object, protocol: type) -> bool:
-    """Whether `value` is an instance of `protocol`. A class with its methods is not one."""
-    return not isinstance(value, type) and isinstance(value, protocol)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +135,7 @@ class SpeculativeConfig:
     (chapter 5). At most `num_spec_tokens` draft tokens are proposed per step; with `adaptive`, only
     as many of them as pay off. Raises `ValueError` that names the field."""
 
-    method: str | Proposer
+    method: Literal["ngram", "draft"] | Proposer
     num_spec_tokens: PositiveInt = 4
     adaptive: bool = True
     model: PathLike | None = None
@@ -209,30 +144,21 @@ class SpeculativeConfig:
 
     @classmethod
     def make(cls, speculative: dict | Proposer) -> SpeculativeConfig:
-        if is_proposer(speculative):
-            speculative = {"method": speculative}
-        if not isinstance(speculative, dict) or "method" not in speculative:
-            raise ValueError(
-                "speculative must be None, an instance of Proposer or a dict with a method, got "
-                f"{speculative!r}"
-            )
-        known = list(cls.__dataclass_fields__)
-        if unknown := [name for name in speculative if name not in known]:
-            raise ValueError(f"speculative must have only {', '.join(known)}, got {unknown[0]!r}")
-        if is_proposer(method := speculative["method"]):
-            speculative = {"num_spec_tokens": method.num_spec_tokens} | speculative
-        return cls(**speculative)
+        given: dict[str, Any] = (
+            speculative if isinstance(speculative, dict) else {"method": speculative}
+        )
+        known = cls.__dataclass_fields__
+        if unknown := given.keys() - known.keys():
+            raise ValueError(f"speculative must have only {', '.join(known)}, got {unknown}")
+        method = given.get("method")
+        num_spec_tokens = getattr(method, "num_spec_tokens", 4)
+        return cls(**{"method": method, "num_spec_tokens": num_spec_tokens} | given)
 
     def __post_init__(self) -> None:
-        instead = "an instance of Proposer"
-        _check_name("method", self.method, PROPOSERS, is_proposer(self.method), instead)
         check_fields(self)
+        require(self.min_ngram <= self.max_ngram, "min_ngram", self.min_ngram, "<= max_ngram")
         is_draft = self.model is None or self.method == "draft"
-        _check(
-            self,
-            ("min_ngram", self.min_ngram <= self.max_ngram, "be <= max_ngram"),
-            ("model", is_draft, "be None without method 'draft'"),
-        )
+        require(is_draft, "model", self.model, "None without method 'draft'")
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +168,7 @@ class EngineConfig:
     configures it as the demo does (`common/requests/gc_utils.py`), before it makes an engine."""
 
     model: PathLike | None = None  # a directory or hub id; None: the shipped checkpoint
-    device: str = "auto"
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     dtype: str | torch.dtype = "auto"
     block_size: PositiveInt = 16
     # KV blocks, with the null block; None: as free memory allows.
@@ -253,14 +179,16 @@ class EngineConfig:
     # Instead of a name, each role takes your own part or a function that makes one.
     # "two_phase" and "prefill_first" (chapter 4) fill the memory, and preempt when it runs out.
     # "fcfs" (chapter 1) reserves everything at admission.
-    scheduler: str | Callable[..., BaseScheduler] = "two_phase"
+    scheduler: Literal["two_phase", "prefill_first", "fcfs"] | Callable[..., BaseScheduler] = (
+        "two_phase"
+    )
     # Orders the first two's waiting queue: "priority", "lof", "random", "lpm", "lpm-first",
     # "dfs-weight", or your own class as "module:Class".
     policy: str | SchedulePolicy = "fcfs"
     # Share of blocks that "two_phase" keeps for running requests.
     watermark: Annotated[float, Field(ge=0, lt=1)] = 0.01
     # Or "radix"; None: no prefix cache.
-    prefix_cache: str | Callable[..., PrefixCache] | None = "hash"
+    prefix_cache: Literal["hash", "radix"] | Callable[..., PrefixCache] | None = "hash"
     kv_tiers: KVTierConfig | None = None  # evicted blocks go to host memory and disk
     # Shares KV blocks over a pool. One for each engine, and none with `kv_tiers`.
     kv_connector: KVConnector | None = None
@@ -274,7 +202,7 @@ class EngineConfig:
     mixing: bool = False  # puts decodes into the prefill batches of "prefill_first"
     # The fields of `SpeculativeConfig`, such as {"method": "ngram"}; or a `Proposer`.
     speculative: dict | Proposer | None = None
-    attention_backend: str | AttentionBackend = "auto"  # or "torch", "triton"
+    attention_backend: Literal["auto", "torch", "triton"] | AttentionBackend = "auto"
     # Compiles decode attention, norms and rotary embedding for a CPU when the engine is made: some
     # 30 seconds, a few seconds once the result is cached on disk. "auto": for models of
     # `COMPILE_FROM_PARAMETERS` parameters and more.
@@ -313,113 +241,84 @@ class EngineConfig:
     # Debug switches. None of them may change any output.
     check_invariants: bool = False  # checks scheduler and KV manager after every step
     shuffle_batch: bool = False
-    shuffle_waiting: bool = False
     preempt_every: PositiveInt | None = None  # preempts a request every so many steps
     emulate_graphs: bool = False  # on a CPU: replays graphs from lists and checks them; slow
 
     def __post_init__(self) -> None:
-        for name, names, is_one, instead in (
-            ("scheduler", SCHEDULERS, callable, "a class or function that makes a scheduler"),
-            (
-                "prefix_cache",
-                (None, *PREFIX_CACHES),
-                callable,
-                "a function that makes a PrefixCache",
-            ),
-            (
-                "attention_backend",
-                ("auto", *ATTENTION_BACKENDS),
-                _is_backend,
-                "an AttentionBackend",
-            ),
-        ):
-            value = getattr(self, name)
-            _check_name(name, value, names, is_one(value), instead)
-        _check_policy(self.policy)
         check_fields(self)
-        self._check_own_parts()
+        if isinstance(self.policy, str) and self.policy not in POLICIES:
+            import sglang_policies
+
+            get_policy(self.policy, sglang_policies.POLICIES)
         self._check_what_goes_together()
 
     def _check_what_goes_together(self) -> None:
-        kind = self.scheduler
-        may_preempt = self.may_preempt
-        has_size = self.chunk_size is not None
-        name = f"scheduler {kind!r}"
-        no_cut = f"be None if prompts are not cut ({name}, {self.chunked_prefill!r})"
-        has_stages = self.pipeline_parallel_size > 1
-        no_clock = NO_CLOCK if has_stages else no_cut
-        no_long = "be None unless scheduler is 'two_phase' and chunked_prefill a number"
-        no_cache = "be None without a prefix_cache"
-        is_fixed = self.batch_invariant
-        tiles = "batch_invariant=True, which has its own tiles"
-        no_adapters = f"be None with {tiles}"
-        is_summed = is_fixed and self.tensor_parallel_size > 1
-        order = "be 1 with batch_invariant=True, as the order of summation depends on the batch"
-        refused = {  # checked only for fields that are not None
-            "preempt_every": (not may_preempt, f"be None with {name}"),
-            "speculative": (self.speculation and not may_preempt, f"be None with {name}"),
-            "policy": (self.policy != "fcfs" and not may_preempt, f"be 'fcfs' with {name}"),
-            "chunked_prefill": (has_size and kind == "fcfs", f"not be a number with {name}"),
-            "mixing": (self.mixing and kind != "prefill_first", f"be False with {name}"),
-            "target_step_ms": (not self.cuts_prompts or has_stages, no_clock),
-            "max_long_partial_prefills": (kind != "two_phase" or not has_size, no_long),
-            "kv_tiers": (self.prefix_cache is None, no_cache),
-            "kv_connector": (self.prefix_cache is None, no_cache),
-            "attention_backend": (
-                is_fixed and self.attention_backend == "triton",
-                f"be 'torch' with {tiles}",
-            ),
-            "tensor_parallel_size": (is_summed, order),
-            "compile": (is_fixed and self.compile is True, f"be False with {tiles}"),
-            "adapters": (is_fixed, no_adapters),
-            "max_loras": (is_fixed, no_adapters),
-            "pack_weights": (is_fixed and not self.pack_weights, f"be True with {tiles}"),
-            "emulate_graphs": (
-                self.emulate_graphs and self.enforce_eager,
-                "be False with enforce_eager",
-            ),
-        }
-        for field_name, (is_wrong, rule) in refused.items():
-            _check(self, (field_name, getattr(self, field_name) is None or not is_wrong, rule))
-        if self.kv_tiers is not None or self.kv_connector is not None:
-            from kv_connector import KVConnector
-            from tiered_cache import KVTierConfig
-
-            is_tiers = isinstance(self.kv_tiers, KVTierConfig | None)
-            is_connector = isinstance(self.kv_connector, KVConnector | None)
-            has_one = self.kv_tiers is None or self.kv_connector is None
-            _check(
-                self,
-                ("kv_tiers", is_tiers, "be None or an instance of KVTierConfig"),
-                ("kv_connector", is_connector, "be None or an instance of KVConnector"),
-                ("kv_connector", has_one, "be None with kv_tiers"),
-            )
-
-    def _check_own_parts(self) -> None:
-        """Check which options are compatible with parts that were given instead of names."""
-        has_policy = is_instance_arg(self.chunked_prefill)
-        has_backend = is_instance_arg(self.attention_backend)
+        scheduler = self.scheduler
+        is_fcfs = scheduler == "fcfs"
+        is_own_policy = is_instance_arg(self.chunked_prefill)
+        is_own_backend = is_instance_arg(self.attention_backend)
         spec_config = self.speculation
-        has_proposer = spec_config is not None and is_instance_arg(spec_config.method)
-        far = "be a name, because the model is in other processes"
-        tiles = "be a name with batch_invariant=True, which has its own tiles"
-        learns = self.learns_durations and self.pipeline_parallel_size > 1
-        target = "be None if chunked_prefill is a ChunkPolicy, which has a target of its own"
-        whole = f"be True or False with scheduler {self.scheduler!r}"
-        _check(
-            self,
-            ("attention_backend", not has_backend or not self.has_workers, far),
-            ("attention_backend", not has_backend or not self.batch_invariant, tiles),
-            ("speculative", not has_proposer or not self.has_workers, far),
+        is_own_proposer = spec_config is not None and is_instance_arg(spec_config.method)
+        is_uncached = self.prefix_cache is None
+        has_stages = self.pipeline_parallel_size > 1
+        is_fixed = self.batch_invariant
+        has_tiles = is_own_backend or self.attention_backend == "triton"
+        # A field that is not None, whether it is refused, and what it must be.
+        rules = (
+            ("preempt_every", is_fcfs, "None with scheduler 'fcfs'"),
+            ("speculative", is_fcfs, "None with scheduler 'fcfs'"),
+            ("policy", is_fcfs and self.policy != "fcfs", "'fcfs' with scheduler 'fcfs'"),
             (
                 "chunked_prefill",
-                not isinstance(self.chunked_prefill, type),
-                "be made, a ChunkPolicy",
+                is_fcfs and not isinstance(self.chunked_prefill, bool),
+                "True or False with scheduler 'fcfs'",
             ),
-            ("chunked_prefill", not has_policy or self.may_preempt, whole),
-            ("chunked_prefill", not has_policy or not learns, NO_CLOCK),
-            ("target_step_ms", not has_policy or self.target_step_ms is None, target),
+            (
+                "chunked_prefill",
+                is_own_policy and has_stages and self.learns_durations,
+                "without durations in a pipeline, where other steps are in flight",
+            ),
+            (
+                "mixing",
+                self.mixing and scheduler != "prefill_first",
+                f"False with scheduler {scheduler!r}",
+            ),
+            ("target_step_ms", not self.cuts_prompts, "None if prompts are not cut"),
+            ("target_step_ms", has_stages, "None in a pipeline, where other steps are in flight"),
+            ("target_step_ms", is_own_policy, "None: this chunked_prefill has its own"),
+            (
+                "max_long_partial_prefills",
+                scheduler != "two_phase" or self.chunk_size is None,
+                "None unless scheduler is 'two_phase' and chunked_prefill a number",
+            ),
+            ("kv_tiers", is_uncached, "None without a prefix_cache"),
+            ("kv_connector", is_uncached, "None without a prefix_cache"),
+            ("kv_connector", self.kv_tiers is not None, "None with kv_tiers"),
+            (
+                "attention_backend",
+                is_own_backend and self.has_workers,
+                "a name, because the model is in other processes",
+            ),
+            (
+                "speculative",
+                is_own_proposer and self.has_workers,
+                "a name, because the model is in other processes",
+            ),
+            ("attention_backend", is_fixed and has_tiles, "'torch' with batch_invariant=True"),
+            (
+                "tensor_parallel_size",
+                is_fixed and self.tensor_parallel_size > 1,
+                "1 with batch_invariant=True",
+            ),
+            ("compile", is_fixed and self.compile is True, "False with batch_invariant=True"),
+            ("adapters", is_fixed, "None with batch_invariant=True"),
+            ("max_loras", is_fixed, "None with batch_invariant=True"),
+            ("pack_weights", is_fixed and not self.pack_weights, "True with batch_invariant=True"),
+            ("emulate_graphs", self.emulate_graphs and self.enforce_eager, "False: enforce_eager"),
         )
+        for name, is_refused, allowed in rules:
+            value = getattr(self, name)
+            require(value is None or not is_refused, name, value, allowed)
 
     @property
     def num_ranks(self) -> int:
@@ -441,12 +340,7 @@ class EngineConfig:
 
     @property
     def cuts_prompts(self) -> bool:
-        return self.chunked_prefill is not False and self.may_preempt
-
-    @property
-    def may_preempt(self) -> bool:
-        """Whether the scheduler can preempt. A scheduler of your own is assumed to."""
-        return self.scheduler != "fcfs"
+        return self.chunked_prefill is not False and self.scheduler != "fcfs"
 
     @property
     def learns_durations(self) -> bool:
@@ -480,11 +374,11 @@ class EngineConfig:
 
     def wants_compiled(self, num_parameters: int, device: torch.device) -> bool:
         """Whether to compile attention in PyTorch on `device`. (A GPU has kernels instead.)"""
+        is_wanted = self.compile is True
         if self.compile == "auto":
-            is_large = num_parameters >= COMPILE_FROM_PARAMETERS
             # The number of rows in a step decides what runs compiled, and so would change the bits.
-            return device.type == "cpu" and is_large and not self.batch_invariant
-        return self.compile is True
+            is_wanted = num_parameters >= COMPILE_FROM_PARAMETERS and not self.batch_invariant
+        return is_wanted and device.type == "cpu"
 
     def wants_overlap(self, device: torch.device) -> bool:
         is_requested = self.overlap_scheduling is True
@@ -501,22 +395,14 @@ class EngineConfig:
 
     def resolve_device(self) -> torch.device:
         """Return the device; `"auto"`: CUDA if available. Raises `ValueError` for a missing one."""
+        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if self.device == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        try:
-            device = torch.device(self.device)
-        except (RuntimeError, TypeError):
-            device = None
-        if device is None or device.type not in ("cpu", "cuda"):
-            raise ValueError(f"device must be 'auto', 'cpu' or 'cuda[:N]', got {self.device!r}")
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"device must be 'cpu' without a CUDA device, got {self.device!r}")
-        if device.type == "cuda" and (device.index or 0) >= (known := torch.cuda.device_count()):
-            raise ValueError(f"device must be below 'cuda:{known}', got {self.device!r}")
+            return torch.device("cuda" if num_gpus else "cpu")
+        device = torch.device(self.device)
+        is_there = device.type == "cpu" or (device.index or 0) < num_gpus
+        allowed = f"below 'cuda:{num_gpus}'" if num_gpus else "'cpu' without a CUDA device"
+        require(is_there, "device", self.device, allowed)
         return device
-
-
-STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 @dataclass(slots=True)
@@ -531,8 +417,6 @@ class EngineStats:
     prompt_tokens: int = 0  # of admitted requests, each counted once
     output_tokens: int = 0
     scheduled_tokens: int = 0
-    # Steps by their number of tokens: up to each of `STEP_SIZES`, and more than that.
-    steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_SIZES) + 1))
     busy_time: float = 0.0
     kv_blocks_total: int = 0  # without the null block
     kv_blocks_in_use: int = 0  # by requests; blocks that are only cached do not count
@@ -540,10 +424,6 @@ class EngineStats:
     looked_up_tokens: int = 0  # prompt tokens of admitted requests, if there is a prefix cache
     cached_tokens: int = 0  # looked-up tokens that were found in the prefix cache
     prefix_cache_hit_rate: float = 0.0  # share of all prompt tokens of admitted requests
-    recent_prefix_cache_hit_rate: float = 0.0  # for the last 1,000 requests, as vLLM logs it
-    # Tokens a second over the last ten seconds. Prompts count at admission, cached tokens included.
-    recent_prompt_throughput: float = 0.0
-    recent_output_throughput: float = 0.0
     kv_blocks_peak: int = 0
     num_preemptions: int = 0
     discarded_tokens: int = 0  # of requests that ended one step earlier (`overlap_scheduling`)
@@ -553,7 +433,6 @@ class EngineStats:
     num_drafted_passes: int = 0
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
-    accepted_by_position: list[int] = field(default_factory=list)
     acceptance_by_position: list[float] = field(default_factory=list)
     mean_accepted_length: float = 1.0  # tokens per pass that had drafts
     tokens_per_pass: float = 0.0

@@ -44,9 +44,9 @@ class LLM:
         from common.engine import LLMEngine
         from common.engine_config import EngineConfig
 
-        known = set(EngineConfig.__dataclass_fields__)
-        if unknown := sorted(set(config) - known):
-            raise ValueError(f"arguments of LLM must be among {sorted(known)}, got {unknown[0]!r}")
+        known = EngineConfig.__dataclass_fields__
+        if unknown := config.keys() - known.keys():
+            raise ValueError(f"arguments of LLM must be among {sorted(known)}, got {unknown}")
         if "TORCHELASTIC_RUN_ID" in os.environ:  # started by torchrun: as many ranks as it starts
             from common.parallel.remote_launch import torchrun_size
 
@@ -113,9 +113,9 @@ class LLM:
                 "chat_template must be given, such as the text of "
                 "common/serve/chat_template.jinja: the model has none"
             )
-        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = []
-        for conversation in [messages] if is_one else messages:
+        for conversation in conversations:
             try:
                 text = source.apply_chat_template(
                     conversation,
@@ -180,6 +180,6 @@ def as_list_of_prompts(prompts: Any) -> list:
             f"prompts must be a str, token ids or a list of them, got {type(prompts).__name__}"
         )
     prompts = list(prompts)
-    if prompts and all(issubclass(kind, Number) for kind in set(map(type, prompts))):
+    if prompts and isinstance(prompts[0], Number):
         return [prompts]  # the engine checks that the numbers are token ids
     return prompts

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from base_scheduler import BaseScheduler, SchedulerPlugin
+from base_scheduler import SchedulerPlugin
 from request import Request
 from scheduler_interface import PENDING, SchedulerOutput, StepOutput
 
@@ -42,18 +42,13 @@ class OverlapPlugin(SchedulerPlugin):
         self._sampling: deque[list[Request]] = deque()
         self.num_discarded_tokens = 0
 
-    def attach(self, scheduler: BaseScheduler) -> None:
-        self._requests = scheduler.requests
-
     @property
     def has_work(self) -> bool:
         """Whether a request could be scheduled now. (The plan can still be empty if memory is
         short.)"""
-        return not all(map(self.skips_step, self._requests.values()))
+        return not all(map(self.skips_step, self.scheduler.requests.values()))
 
     def can_start(self, request: Request) -> bool:
-        """Whether the request can start: if it was preempted with a token in flight, it waits for
-        that."""
         return not request.num_output_placeholders
 
     def skips_step(self, request: Request) -> bool:
@@ -64,7 +59,7 @@ class OverlapPlugin(SchedulerPlugin):
 
     def on_plan(self, plan: SchedulerOutput) -> None:
         cached = plan.scheduled_cached_reqs
-        requests = self._requests
+        requests = self.scheduler.requests
         for i, request_id in enumerate(cached.req_ids):
             if requests[request_id].num_output_placeholders:
                 cached.new_token_ids[i].append(PENDING)
@@ -95,6 +90,6 @@ class OverlapPlugin(SchedulerPlugin):
     def check(self) -> None:
         pending = [request for part in self._sampling for request in part]
         # If two requests had this id, the first one has finished.
-        for request in self._requests.values():
+        for request in self.scheduler.requests.values():
             num_pending = sum(each is request for each in pending)
             assert request.num_output_placeholders == num_pending, repr(request)

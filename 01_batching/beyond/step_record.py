@@ -14,8 +14,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 from engine_core import EngineCore
-from request import Request
-from scheduler_interface import SchedulerOutput
 
 
 @dataclass(slots=True)
@@ -48,19 +46,12 @@ class StepRecord:
         return sum(getattr(self, f.name) for f in fields(self) if f.name.endswith("_ms"))
 
 
-def preemptions_of(plan: SchedulerOutput) -> tuple[list[Request], int]:
-    """The requests preempted for this plan, and how many tokens it recomputes (chapter 4's
-    plans)."""
-    return getattr(plan, "preempted_requests", []), getattr(plan, "num_recomputed_tokens", 0)
-
-
 def make_record(core: EngineCore, number: int) -> StepRecord:
     """The record of the loop's last step, which is step `number`. O(its requests)."""
     step = core.last_step
     plan = step.plan
     num_tokens = plan.num_scheduled_tokens
     num_running, num_waiting = core.get_request_counts()
-    preempted, num_recomputed_tokens = preemptions_of(plan)
     sampled = step.output.token_ids
     drafts = plan.scheduled_draft_token_ids.items()
     return StepRecord(
@@ -69,14 +60,14 @@ def make_record(core: EngineCore, number: int) -> StepRecord:
         num_scheduled_tokens=dict(num_tokens),
         start_positions=dict(zip(num_tokens, plan.start_positions, strict=True)),
         admitted=[new.req_id for new in plan.scheduled_new_reqs],
-        preempted=[request.request_id for request in preempted],
+        preempted=[request.request_id for request in plan.preempted_requests],
         finished={r.request_id: r.finish_reason for r in step.results if r.finish_reason},
         new_token_ids={r.request_id: r.new_token_ids for r in step.results},
         num_running=num_running,
         num_waiting=num_waiting,
         kv_blocks_in_use=plan.num_kv_blocks_in_use,
         kv_tokens_written=sum(plan.start_positions) + sum(num_tokens.values()),
-        num_recomputed_tokens=num_recomputed_tokens,
+        num_recomputed_tokens=plan.num_recomputed_tokens,
         drafts={name: (len(ids), max(0, len(sampled.get(name, ())) - 1)) for name, ids in drafts},
         schedule_ms=step.clock.ms["schedule_ms"],
         update_ms=step.clock.ms["update_ms"],

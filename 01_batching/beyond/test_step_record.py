@@ -8,8 +8,7 @@ from bounded_loops import as_long_as
 from engine_core import EngineCore
 from fcfs_scheduler import FCFSScheduler
 from hf_model_runner import HFModelRunner
-from scheduler_interface import StepOutput
-from step_plan import PreemptiveSchedulerOutput
+from scheduler_interface import SchedulerOutput, StepOutput
 from step_record import make_record
 from test_engine_core import Answers, ScriptedRunner, make
 
@@ -53,7 +52,7 @@ def test_the_times_are_those_of_the_five_parts(qwen3, monkeypatch):
 
 def test_what_later_chapters_put_in_a_plan_is_in_the_record(monkeypatch):
     """A run of k + 1 tokens accepts k drafts; a failed row accepts none."""
-    plan = PreemptiveSchedulerOutput(
+    plan = SchedulerOutput(
         num_scheduled_tokens={"a": 4, "b": 3},
         scheduled_draft_token_ids={"a": [5, 6, 7], "b": [8, 9]},
         start_positions=[1, 10],

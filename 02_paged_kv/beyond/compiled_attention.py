@@ -14,11 +14,15 @@ See 02_paged_kv/beyond/README.md"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+
 import numpy as np
 import torch
 
 from attention_plan import DecodeGroup
-from decode_attention import SEES_ALL, AttendRows, QueryRows, compile_rows
+from cpp_library import try_to_compile
+from decode_attention import SEES_ALL, CompiledRows, QueryRows
 from paged_attention import (
     AttentionMetadata,
     Gather,
@@ -26,6 +30,7 @@ from paged_attention import (
     PagedKVCache,
     PagedPlan,
     TorchAttentionBackend,
+    reserve_zeros,
 )
 from tiled_attention import attend_in_tiles, is_for_tiles
 
@@ -33,51 +38,13 @@ from tiled_attention import attend_in_tiles, is_for_tiles
 class HeadMajorKVCache(PagedKVCache):
     """The same shapes, over memory that is `[num_blocks, num_kv_heads, block_size, head_dim]`."""
 
-    def __init__(
-        self,
-        num_layers: int,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        super().__init__(
-            num_layers=num_layers,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            dtype=dtype,
-            device=device,
-        )
-        self.key_cache = [_head_major(cache) for cache in self.key_cache]
-        self.value_cache = [_head_major(cache) for cache in self.value_cache]
-
-
-def _head_major(zeros: torch.Tensor) -> torch.Tensor:
-    num_blocks, block_size, num_kv_heads, head_dim = zeros.shape
-    return zeros.view(num_blocks, num_kv_heads, block_size, head_dim).transpose(1, 2)
-
-
-def write_kv_anywhere(
-    key: torch.Tensor,  # as in `write_kv`
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> None:
-    """`write_kv` for memory in any order."""
-    is_real = slot_mapping >= 0
-    if not is_real.all():
-        key = key[is_real]
-        value = value[is_real]
-        slot_mapping = slot_mapping[is_real]
-    block_size = key_cache.shape[1]
-    places = slot_mapping // block_size, slot_mapping % block_size
-    key_cache.index_put_(places, key)
-    value_cache.index_put_(places, value)
+    @staticmethod
+    def allocate(
+        shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
+    ) -> torch.Tensor:
+        num_blocks, block_size, num_kv_heads, head_dim = shape
+        memory = reserve_zeros((num_blocks, num_kv_heads, block_size, head_dim), dtype, device)
+        return memory.transpose(1, 2)
 
 
 class CompiledPlan(PagedPlan):
@@ -103,15 +70,6 @@ class CompiledPlan(PagedPlan):
             )
         return []
 
-    def write_kv(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-    ) -> None:
-        write_kv_anywhere(key, value, key_cache, value_cache, self.slot_mapping)
-
     def attend(
         self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float
     ) -> torch.Tensor:
@@ -122,33 +80,37 @@ class CompiledPlan(PagedPlan):
 
 
 class CompiledAttentionBackend(TorchAttentionBackend):
-    """An `AttentionBackend` for a CPU. `attend_rows` was compiled for `num_heads` query heads and
-    caches like `key_cache`. Everything else (long queries, a draft model) is attended as `others`
-    do. Short queries with a window are laid out by `compose_windows`."""
+    """An `AttentionBackend` for a CPU. `attend_rows` (a `CompiledRows`) was compiled for
+    `num_heads` query heads and caches like `key_cache`. Everything else (long queries, a draft
+    model) is attended as `others` do. Short queries with a window are laid out by
+    `compose_windows`."""
 
     def __init__(
         self,
-        attend_rows: AttendRows,
+        attend_rows: Callable[..., None],
         num_heads: int,
         key_cache: torch.Tensor,
-        others: TorchAttentionBackend | None = None,
+        others: TorchAttentionBackend,
     ) -> None:
         self.attend_rows = attend_rows
-        self.others = others or TorchAttentionBackend()
-        self.attend_group = self.others.attend_group
+        self.others = others
+        self.attend_group = others.attend_group
         # All that the machine code depends on: the strides determine the shape of a block.
         self._made_for = num_heads, key_cache.dtype, key_cache.stride()
 
     @classmethod
     def compiled_for(
-        cls, num_heads: int, kv_cache: PagedKVCache, others: TorchAttentionBackend | None = None
+        cls, num_heads: int, kv_cache: PagedKVCache, others: TorchAttentionBackend
     ) -> CompiledAttentionBackend | None:
         """Make a backend for KV tensors like those of `kv_cache`, which is a `HeadMajorKVCache` of
         any size. Takes a second or two the first time on a machine. Returns None, with a warning,
         without a C++ compiler."""
         key_cache = kv_cache.key_cache[0]
-        attend_rows = compile_rows(num_heads, key_cache)
-        return None if attend_rows is None else cls(attend_rows, num_heads, key_cache, others)
+        otherwise = "decode attention is not compiled, keys are gathered"
+        attend_rows = try_to_compile(partial(CompiledRows, num_heads, key_cache), otherwise)
+        if attend_rows is None:
+            return None
+        return cls(attend_rows, num_heads, key_cache, others)
 
     def is_made_for(self, num_heads: int, key_cache: torch.Tensor) -> bool:
         return self._made_for == (num_heads, key_cache.dtype, key_cache.stride())

@@ -17,11 +17,9 @@ import ctypes
 import hashlib
 import logging
 import os
-import platform
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -34,11 +32,9 @@ T = TypeVar("T")
 
 COMPILERS = "g++", "clang++"
 FLAGS = (
-    *("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC"),
+    *("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC", "-fopenmp", "-Wno-psabi"),
     *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
-    *("-Wno-unknown-pragmas", "-Wno-psabi"),
 )
-THREADS = ("-fopenmp",), ("-fopenmp-simd",)  # the second one without OpenMP: one thread
 SCALARS = {
     torch.float64: "double",
     torch.float32: "float",
@@ -57,7 +53,7 @@ def load_library(source: Path, constants: Mapping[str, object]) -> ctypes.CDLL:
     command = [compiler, *FLAGS, f"-I{Path(__file__).parent}", *overrides]
     headers = [source, *sorted(Path(__file__).parent.glob("*.h"))]
     texts = [path.read_text(encoding="utf-8") for path in headers]
-    version = os.stat(os.path.realpath(compiler)).st_mtime_ns
+    version = Path(compiler).stat().st_mtime_ns
     key = hashlib.sha256(repr((command, version, processor(), texts)).encode()).hexdigest()
     library = cache_folder() / f"{source.stem}-{key[:32]}.so"
     if not library.exists():
@@ -65,35 +61,29 @@ def load_library(source: Path, constants: Mapping[str, object]) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-def try_to_compile(make: Callable[[], T], name: str, otherwise: str) -> T | None:
+def try_to_compile(make: Callable[[], T], otherwise: str) -> T | None:
     """Return the result of `make`, which compiles; None, with a warning, if nothing can be
     compiled."""
-    start = time.perf_counter()
     try:
-        compiled = make()
+        return make()
     except (OSError, RuntimeError) as error:
         logger.warning("%s: %s", otherwise, error)
         return None
-    logger.info("%s compiled in %.1f s", name, time.perf_counter() - start)
-    return compiled
 
 
 def _compile(command: list[str], source: Path, library: Path) -> None:
     """Compile the whole library or nothing, because another process may need the same one now."""
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made = Path(folder, library.name)
-        for threads in THREADS:
-            whole = [*command, *threads, "-o", str(made), str(source)]
-            done = subprocess.run(whole, capture_output=True, text=True, check=False)
-            if done.returncode == 0:
-                made.replace(library)
-                return
-    says = next((line for line in done.stderr.splitlines() if "error" in line), "no reason")
-    raise RuntimeError(f"{Path(command[0]).name} failed: {says}")
+        whole = [*command, "-o", str(made), str(source)]
+        done = subprocess.run(whole, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{command[0]} failed: {done.stderr}")
+        made.replace(library)
 
 
 def cache_folder() -> Path:
-    """The folder for libraries and measurements of this processor. Other users must not be able to
+    """The folder for libraries. Other users must not be able to
     write there, because its content is executed. Raises `OSError` if this user cannot."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(home, "vllm-from-scratch")
@@ -105,8 +95,8 @@ def cache_folder() -> Path:
 def processor() -> str:
     """Everything that `-march=native` depends on: different machines can share a home."""
     cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.exists():
-        return f"{platform.machine()} {platform.processor()}"
+    if not cpuinfo.exists():  # not Linux, and the home is of one machine
+        return ""
     lines = cpuinfo.read_text(encoding="utf-8").splitlines()
     kinds = ("flags", "model name", "Features", "CPU part")
     return "\n".join(sorted({line for line in lines if line.startswith(kinds)}))

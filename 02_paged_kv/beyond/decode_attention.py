@@ -14,8 +14,7 @@ row are merged, so many threads have work even if there is one long sequence:
     C      400            C0 C1
 
 Memory is head-major, `[num_blocks, num_kv_heads, block_size, head_dim]`: a head's keys of a block
-are one run. Callers see the transposed view, so nothing changes for them. `attend_rows` is plain
-PyTorch and the specification.
+are one run. Callers see the transposed view, so nothing changes for them.
 
 Invariants: memory that is not a row's own does not reach its output, not even NaN; a result is
 bitwise independent of the other sequences in the batch and of which blocks a sequence has, because
@@ -26,97 +25,60 @@ See 02_paged_kv/beyond/README.md#decode-attention-compiled"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from ctypes import c_double, c_int, c_int64, c_void_p
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from cpp_library import SCALARS, load_library, try_to_compile
+from cpp_library import SCALARS, load_library
 
 SPLIT_KEYS = 256
 SEES_ALL = 1 << 60  # a window that hides nothing
 
 
-@dataclass(slots=True, eq=False)
 class QueryRows:
-    """The rows that all layers of a step share. Arrays are int64."""
+    """The rows that all layers of a step share, and their splits in order of the work. Arrays are
+    int64."""
 
-    block_size: int
-    tables: torch.Tensor  # [num_seqs, max_blocks] int32, rows of it contiguous
-    tokens: np.ndarray  # [num_rows], rows of the query
-    sequences: np.ndarray  # [num_rows], rows of `tables`
-    num_keys: np.ndarray  # [num_rows], keys of the sequence that the row sees,
-    window: int = SEES_ALL  # but at most this many of the last ones
-    splits: Splits = field(init=False)
-    arguments: list[int] = field(init=False)  # addresses of all fields above, for the machine code
-
-    def __post_init__(self) -> None:
-        self.splits = split_rows(self.num_keys, split_blocks(self.block_size) * self.block_size)
-        arrays = self.tokens, self.sequences, self.num_keys, *self.splits
+    def __init__(
+        self,
+        block_size: int,
+        tables: torch.Tensor,  # [num_seqs, max_blocks] int32, rows of it contiguous
+        tokens: np.ndarray,  # [num_rows], rows of the query
+        sequences: np.ndarray,  # [num_rows], rows of `tables`
+        num_keys: np.ndarray,  # [num_rows], keys of the sequence that the row sees,
+        window: int = SEES_ALL,  # but at most this many of the last ones
+    ) -> None:
+        self.tables = tables
+        self.tokens = tokens
+        self.sequences = sequences
+        self.num_keys = num_keys
+        self.window = window
+        counts = -(-num_keys // (split_blocks(block_size) * block_size))
+        # [num_rows + 1], the first split of each row, counted row by row.
+        self.first_splits = np.append(0, counts.cumsum())
+        owners = np.repeat(np.arange(len(counts)), counts)
+        numbers = np.arange(len(owners)) - self.first_splits[owners]
+        order = numbers.argsort(kind="stable")
+        self.owners = owners[order]  # [num_splits], the row
+        self.numbers = numbers[order]  # [num_splits], index within its row
+        # Addresses and sizes of all these, for the machine code.
+        arrays = tokens, sequences, num_keys, self.first_splits, self.owners, self.numbers
         assert all(array.dtype == np.int64 and array.flags.c_contiguous for array in arrays)
-        self.arguments = [self.tables.data_ptr(), self.tables.stride(0)]
+        self.arguments = [tables.data_ptr(), tables.stride(0)]
         self.arguments += [array.ctypes.data for array in arrays]
-        self.arguments += [len(self.tokens), len(self.splits.owners), self.window]
-
-
-class Splits(NamedTuple):
-    """The splits of some rows in order of the work, int64."""
-
-    first_splits: np.ndarray  # [num_rows + 1], the first split of each row, counted row by row
-    owners: np.ndarray  # [num_splits], the row
-    numbers: np.ndarray  # [num_splits], index within its row
+        self.arguments += [len(tokens), len(owners), window]
 
 
 def split_blocks(block_size: int) -> int:
     return -(-SPLIT_KEYS // block_size)
 
 
-def split_rows(num_keys: np.ndarray, size: int) -> Splits:
-    counts = -(-num_keys // size)
-    first_splits = np.append(0, counts.cumsum())
-    owners = np.repeat(np.arange(len(counts)), counts)
-    numbers = np.arange(len(owners)) - first_splits[owners]
-    order = numbers.argsort(kind="stable")
-    return Splits(first_splits, owners[order], numbers[order])
-
-
-def attend_rows(
-    query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
-    key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
-    value_cache: torch.Tensor,  # the same
-    rows: QueryRows,
-    scale: float,
-    output: torch.Tensor,  # like query; the rows' tokens are written
-) -> None:
-    """Attend each row to its keys, and write the result to `output`."""
-    block_size = key_cache.shape[1]
-    num_shared = query.shape[1] // key_cache.shape[2]
-    wide = torch.promote_types(query.dtype, torch.float32)
-    for token, sequence, num_keys in zip(rows.tokens, rows.sequences, rows.num_keys, strict=True):
-        table = rows.tables[sequence, : -(-num_keys // block_size)].long()
-        seen = slice(max(num_keys - rows.window, 0), num_keys)
-        keys, values = (
-            cache[table].flatten(0, 1)[seen].to(wide).repeat_interleave(num_shared, 1)
-            for cache in (key_cache, value_cache)
-        )
-        scores = (keys * query[token].to(wide)).sum(-1) * scale  # [keys, num_heads]
-        weights = scores.softmax(0)[:, :, None]
-        output[token] = (weights * values).sum(0).to(output.dtype)
-
-
-AttendRows = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, QueryRows, float, torch.Tensor], None
-]
-
-
 class CompiledRows:
-    """`attend_rows` in machine code, for `num_heads` query heads and caches like `key_cache`, with
-    as many threads as torch has at the time of a call; their number does not change a bit."""
+    """Attends each row to its keys in machine code, for `num_heads` query heads and caches like
+    `key_cache`, with as many threads as torch has at the time of a call; their number does not
+    change a bit."""
 
     def __init__(self, num_heads: int, key_cache: torch.Tensor) -> None:
         """Raises `RuntimeError` if nothing can be compiled."""
@@ -143,14 +105,15 @@ class CompiledRows:
 
     def __call__(
         self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
+        query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+        key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
+        value_cache: torch.Tensor,  # the same
         rows: QueryRows,
         scale: float,
-        output: torch.Tensor,
+        output: torch.Tensor,  # like query; the rows' tokens are written
     ) -> None:
-        if (num_bytes := len(rows.splits.owners) * self._bytes_a_split) > len(self._partials):
+        num_bytes = len(rows.owners) * self._bytes_a_split
+        if num_bytes > len(self._partials):
             self._partials = torch.empty(num_bytes, dtype=torch.uint8)
         if not query[0].is_contiguous():
             query = query.contiguous()
@@ -159,9 +122,3 @@ class CompiledRows:
             value_cache.data_ptr(), *key_cache.stride()[:3], *rows.arguments, scale,
             self._partials.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
-
-
-def compile_rows(num_heads: int, key_cache: torch.Tensor) -> AttendRows | None:
-    otherwise = "decode attention is not compiled, keys are gathered"
-    make = partial(CompiledRows, num_heads, key_cache)
-    return try_to_compile(make, "decode attention", otherwise)

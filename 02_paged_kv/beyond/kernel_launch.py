@@ -65,7 +65,6 @@ class AttentionShape(NamedTuple):
     block_size: int
     cache_strides: tuple[int, int, int]  # from block to block, slot to slot, KV head to KV head
     dtype: torch.dtype
-    float32_precision: str = "ieee"
     is_interpreted: bool = False
     architecture: int = DEFAULT_ARCHITECTURE
     window: int = 0  # tokens that a query sees, itself included; 0: all before it

@@ -13,11 +13,10 @@ import pytest
 import torch
 
 import compiled_attention
-import decode_attention
 import tiled_attention
 from attention_plan import SHORT_QUERIES
 from compiled_attention import CompiledAttentionBackend, HeadMajorKVCache
-from decode_attention import AttendRows, CompiledRows, attend_rows, compile_rows
+from decode_attention import CompiledRows, QueryRows
 from paged_attention import PagedKVCache, TorchAttentionBackend
 from test_paged_attention import (  # noqa: F401  the contract, with `attention`
     MIXED,
@@ -52,11 +51,35 @@ def in_head_major(case: Case) -> Case:
     return case
 
 
+def attend_rows(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    rows: QueryRows,
+    scale: float,
+    output: torch.Tensor,
+) -> None:
+    """What the machine code computes, in PyTorch."""
+    block_size = key_cache.shape[1]
+    num_shared = query.shape[1] // key_cache.shape[2]
+    wide = torch.promote_types(query.dtype, torch.float32)
+    for token, sequence, num_keys in zip(rows.tokens, rows.sequences, rows.num_keys, strict=True):
+        table = rows.tables[sequence, : -(-num_keys // block_size)].long()
+        seen = slice(max(num_keys - rows.window, 0), num_keys)
+        keys, values = (
+            cache[table].flatten(0, 1)[seen].to(wide).repeat_interleave(num_shared, 1)
+            for cache in (key_cache, value_cache)
+        )
+        scores = (keys * query[token].to(wide)).sum(-1) * scale  # [keys, num_heads]
+        weights = scores.softmax(0)[:, :, None]
+        output[token] = (weights * values).sum(0).to(output.dtype)
+
+
 class Compiled(Attention):
     """`num_rows`: the rows that came to its function, call by call. It is the plain one, which
     needs no compiler, or machine code."""
 
-    def __init__(self, make_function: Callable[..., AttendRows] | None = None) -> None:
+    def __init__(self, make_function: Callable[..., CompiledRows] | None = None) -> None:
         self.make_function = make_function
         self.num_rows: list[int] = []
 
@@ -64,6 +87,7 @@ class Compiled(Attention):
         return in_head_major(super().make_case(lengths, block_size, **options))
 
     def make_backend(self, case: Case, others: TorchAttentionBackend | None = None):
+        others = others or TorchAttentionBackend()
         num_heads = case.query.shape[1]
         function = attend_rows
         if self.make_function is not None:
@@ -130,9 +154,11 @@ def test_a_result_depends_on_nothing_but_its_row_bit_for_bit() -> None:
 
 def test_without_a_compiler_it_says_so(monkeypatch, caplog) -> None:
     missing = mock.Mock(side_effect=RuntimeError("no C++ compiler"))
-    monkeypatch.setattr(decode_attention, "load_library", missing)
+    monkeypatch.setattr(compiled_attention, "CompiledRows", missing)
+    cache = HeadMajorKVCache(1, 2, 4, 2, 8)
     with caplog.at_level(logging.WARNING):
-        assert compile_rows(4, torch.zeros(2, 4, 2, 8)) is None
+        others = TorchAttentionBackend()
+        assert CompiledAttentionBackend.compiled_for(4, cache, others) is None
     assert "keys are gathered: no C++ compiler" in caplog.text
 
 

@@ -41,13 +41,11 @@ def test_compiled_once_for_a_source_its_constants_and_a_processor(source, monkey
 
 
 @pytest.mark.needs("C++ compiler")
-def test_without_openmp_one_thread_and_without_a_compiler_a_sentence(source, monkeypatch):
+def test_without_a_compiler_a_sentence(source, monkeypatch):
     """What does not compile says why, too, and leaves nothing."""
-    with pytest.raises(RuntimeError, match=r"failed: .*answer.cpp.*'?ANSWER"):
+    with pytest.raises(RuntimeError, match=r"failed: (.|\n)*answer.cpp.*'?ANSWER"):
         load_library(source, {})
     assert not list(cache_folder().iterdir())
-    monkeypatch.setattr(module, "THREADS", (("-fno-such-thing",), ("-fopenmp-simd",)))
-    assert load_library(source, {"ANSWER": 3}).answer() == 3
     monkeypatch.setenv("PATH", "")
     with pytest.raises(RuntimeError, match="no C\\+\\+ compiler"):
         load_library(source, {"ANSWER": 3})
@@ -60,5 +58,5 @@ def test_without_a_folder_nothing_is_compiled_and_that_is_said(
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     make = partial(load_library, source, {"ANSWER": 3})
-    assert try_to_compile(make, "it", "it is slow") is None
+    assert try_to_compile(make, "it is slow") is None
     assert "it is slow: " in caplog.text and str(tmp_path / "file") in caplog.text

@@ -6,10 +6,10 @@
     computed next                                                     8 and on
 
 Written blocks are published after their forward pass, in each group separately. Blocks that a
-window leaves are freed after that, so they stay findable until they are reallocated. The rules for
-waiting for a block that another request computes, and for blocks that are not trusted, are those of
-`cached_kv_cache_manager.py`. A request that has a reservation, or was preempted and may get one,
-shares no blocks: a block that it frees must become free at that moment.
+window leaves are freed after that, so they stay findable until they are reallocated. The rule for
+blocks that are not trusted is that of `cached_kv_cache_manager.py`. A request that has a
+reservation, or was preempted and may get one, shares no blocks: a block that it frees must become
+free at that moment. No request waits for what another computes.
 
 Invariants: those of `GroupedKVMemory`; the published blocks of a table are known to the cache under
 their own prefix, or have been withdrawn; a block is in several tables only if it is or was known,
@@ -20,23 +20,13 @@ See 03_prefix_cache/beyond/GROUPS.md"""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from block_pool import Block, BlockPool
 from grouped_kv_memory import GroupedKVMemory
 from grouped_prefix_cache import GroupedPrefixCache
-from kv_memory import ComputedBlocks, NotReady
+from kv_memory import ComputedBlocks
 from request import Request
 from request_chain import RequestChains
-
-
-@dataclass(slots=True)
-class _InTables:
-    """State of a request that has tables. One that has tables but no state publishes nothing: its
-    blocks are not trusted, or may not be shared."""
-
-    num_blocks: int  # published blocks at the front, in each group
-    in_flight: bytes = b""  # hash of the block that it was the first to compute
 
 
 class CachedGroupedMemory(GroupedKVMemory):
@@ -54,24 +44,18 @@ class CachedGroupedMemory(GroupedKVMemory):
         super().__init__(pool, block_size, windows, max_step_tokens)
         self.cache = GroupedPrefixCache(pool, block_size, windows)
         self._chains = RequestChains(block_size, ())
-        self._published: dict[str, _InTables] = {}
-        self._in_flight: dict[bytes, str] = {}  # block being computed -> request
+        # Published blocks at the front of each group, by request. A request that has tables and is
+        # not here publishes nothing: its blocks are not trusted, or may not be shared.
+        self._num_published: dict[str, int] = {}
 
-    def get_computed_blocks(
-        self, request: Request, wait_for_others: bool = True
-    ) -> ComputedBlocks | NotReady:
-        """Like the method without groups. The blocks themselves are looked up again when they are
-        pinned."""
+    def get_computed_blocks(self, request: Request, wait_for_others: bool = True) -> ComputedBlocks:
+        """Like the method without groups, but no request waits for what another computes. The
+        blocks themselves are looked up again when they are pinned."""
         self.current_req_id = request.request_id
         if request.sampling_params.skip_reading_prefix_cache or request.num_preemptions:
             return ComputedBlocks()
         chain = self._chains.chain(request, (request.num_tokens - 1) // self.block_size)
-        num_blocks = self.cache.longest_hit(chain)
-        self.blocking_req_id = None
-        if wait_for_others and num_blocks < len(chain):
-            self.blocking_req_id = self._in_flight.get(chain[num_blocks][0])
-        found = ComputedBlocks(num_tokens=num_blocks * self.block_size)
-        return NotReady.IN_FLIGHT if self.blocking_req_id else found
+        return ComputedBlocks(num_tokens=self.cache.longest_hit(chain) * self.block_size)
 
     def find_cached_blocks(self, request: Request) -> Sequence[int]:
         """Numbers that represent the blocks' contents, because a block may be missing in one
@@ -108,77 +92,50 @@ class CachedGroupedMemory(GroupedKVMemory):
             return False
         for group, length in zip(self.groups, lengths, strict=True):
             self.cache.remove_blocks(group.tail(name, length))
-        if is_admission:
-            self._begin(request, computed)
-        end = request.num_computed_tokens + computed.num_tokens + num_new_tokens
-        self._note_in_flight(request, min(end, request.num_tokens))
+        if is_admission and request.num_preemptions == 0:
+            if name not in self._reserved_ends:
+                self._num_published[name] = num_found
+            if not request.sampling_params.skip_reading_prefix_cache:
+                self.cache.stats.record(request.num_tokens, computed.num_tokens)
         return True
-
-    def _begin(self, request: Request, computed: ComputedBlocks) -> None:
-        """Set up the state of a request that got its first slots, after `computed`."""
-        if request.num_preemptions:
-            return
-        if request.request_id not in self._reserved_ends:
-            num_found = computed.num_tokens // self.block_size
-            self._published[request.request_id] = _InTables(num_found)
-        if not request.sampling_params.skip_reading_prefix_cache:
-            self.cache.stats.record(request.num_tokens, computed.num_tokens)
-
-    def _note_in_flight(self, request: Request, end: int) -> None:
-        """Record the block that the request publishes next as being computed, if the step fills
-        it."""
-        state = self._published.get(request.request_id)
-        if state is None or state.in_flight:
-            return
-        num_blocks = state.num_blocks + 1
-        if num_blocks * self.block_size <= end:
-            block_hash = self._chains.known(request, num_blocks)[num_blocks - 1][0]
-            if self._in_flight.setdefault(block_hash, request.request_id) == request.request_id:
-                state.in_flight = block_hash
 
     def _may_be_given_up(self, request: Request) -> int:
         """Entries that can be freed, once they are published. With steps in flight, that is later
         than they are computed, so tokens of one more step are held."""
-        state = self._published.get(request.request_id)
-        if state is None:
+        num_published = self._num_published.get(request.request_id)
+        if num_published is None:
             return super()._may_be_given_up(request)
-        return state.num_blocks
+        return num_published
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Publish the request's full blocks, in all groups. O(new full blocks)."""
-        state = self._published.get(request.request_id)
+        name = request.request_id
+        first = self._num_published.get(name)
         num_full = min(num_computed_tokens, request.num_tokens) // self.block_size
-        if state is None or num_full <= state.num_blocks:
+        if first is None or num_full <= first:
             return
-        self.current_req_id = request.request_id
+        self.current_req_id = name
         chain = self._chains.known(request, num_full)
         for group in self.groups:
-            blocks = group.tail(request.request_id, state.num_blocks)
-            for index, block in zip(range(state.num_blocks, num_full), blocks):
+            for index, block in zip(range(first, num_full), group.tail(name, first)):
                 kept = self.cache.publish(group.group, chain, index, block)
                 if kept is not block:
-                    group.replace(request.request_id, index, kept)
-        state.num_blocks = num_full
-        self._in_flight.pop(state.in_flight, None)
-        state.in_flight = b""
+                    group.replace(name, index, kept)
+        self._num_published[name] = num_full
 
     def free(self, request: Request) -> None:
         """Free the request's blocks. Published blocks stay findable until they are reallocated,
         unless the request's KV is not trusted: then the cache is emptied, and no running request
         publishes any more."""
-        state = self._published.pop(request.request_id, None)
-        if state is not None:
-            self._in_flight.pop(state.in_flight, None)
+        self._num_published.pop(request.request_id, None)
         if request.has_bad_kv:
             self.cache.clear()
-            self._in_flight.clear()
-            self._published.clear()
+            self._num_published.clear()
         super().free(request)
 
     def clear(self) -> None:
         """Clear the tables and the cache."""
-        self._published.clear()
-        self._in_flight.clear()
+        self._num_published.clear()
         self.cache.clear()
         super().clear()
 

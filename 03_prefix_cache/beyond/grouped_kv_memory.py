@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Sequence
 from itertools import zip_longest
 
 from block_pool import NULL_BLOCK_ID, Block, BlockPool
@@ -104,10 +104,6 @@ class OneGroup(UncachedKVCacheManager):
         num_given_up = self.num_given_up.pop(request_id, 0)
         table = self._tables.pop(request_id, None)
         return [] if table is None else [None] * num_given_up + table.blocks[num_given_up:]
-
-    def requests(self) -> Set[str]:
-        """Ids of requests that have a table."""
-        return self._tables.keys()
 
     def tail(self, request_id: str, first: int) -> list[Block]:
         return self._tables[request_id].blocks[first:]

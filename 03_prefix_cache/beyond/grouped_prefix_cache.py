@@ -45,15 +45,6 @@ class GroupedBlock:
     def key(self) -> tuple[int, bytes]:
         return self.group, self.chain[self.index][0]
 
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """The tokens of the whole prefix. For checks; O(depth)."""
-        return tuple(token for _, tokens in self.chain[: self.index + 1] for token in tokens)
-
-    @property
-    def num_users(self) -> int:
-        return self.block.ref_cnt
-
 
 class GroupedPrefixCache:
     """Known prefixes in blocks of `pool`. `windows`: the window of each group in tokens; None sees

@@ -26,7 +26,6 @@ import threading
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from kv_store import KVStore, make_record, open_record
@@ -52,13 +51,10 @@ class LRUTier(KVStore):
     def __contains__(self, block_hash: bytes) -> bool:
         return block_hash in self._kept
 
-    def _is_found(self, block_hash: bytes) -> bool:
-        return block_hash in self._kept
-
     def has(self, links: Sequence[Link]) -> int:
         with self._lock:
             num_found = 0
-            while num_found < len(links) and self._is_found(links[num_found][0]):
+            while num_found < len(links) and links[num_found][0] in self:
                 num_found += 1
             self.use(links[:num_found])
         return num_found
@@ -107,9 +103,9 @@ class HostTier(LRUTier):
         super().__init__(max_blocks)
         self.below = below
 
-    def _is_found(self, block_hash: bytes) -> bool:
+    def __contains__(self, block_hash: bytes) -> bool:
         is_below = self.below is not None and block_hash in self.below
-        return is_below or block_hash in self._kept
+        return is_below or super().__contains__(block_hash)
 
     def use(self, links: Sequence[Link]) -> None:
         super().use(links)
@@ -147,25 +143,21 @@ class HostTier(LRUTier):
 
 class DiskTier(LRUTier):
     """A tier in files. Files that are in `folder` are its first blocks, the oldest the least
-    recently used. Raises `ValueError` for a size below 1, and `OSError` if there is no such folder
-    and none can be made."""
+    recently used. Raises `OSError` if there is no such folder and none can be made."""
 
     def __init__(self, folder: str | Path, max_blocks: int) -> None:
-        if max_blocks < 1:
-            raise ValueError(f"max_blocks must be >= 1, got {max_blocks}")
         super().__init__(max_blocks)
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        ages: dict[bytes, int] = {}
-        for file in self.folder.iterdir():
-            if _BLOCK_FILE.fullmatch(file.name):  # other files are the user's
-                with suppress(OSError):  # another engine has dropped it
-                    ages[bytes.fromhex(file.stem)] = file.stat().st_mtime_ns
-        by_age = sorted(ages, key=ages.__getitem__)
-        for block_hash in by_age[:-max_blocks]:
-            self._erase((block_hash, ()))
-        for block_hash in by_age[-max_blocks:]:
-            self._kept[block_hash] = (block_hash, ()), b""
+        # Other files are the user's.
+        files = [file for file in self.folder.iterdir() if _BLOCK_FILE.fullmatch(file.name)]
+        files.sort(key=lambda file: file.stat().st_mtime_ns)
+        for number, file in enumerate(files, 1 - len(files)):
+            link: Link = (bytes.fromhex(file.stem), ())
+            if number > -max_blocks:
+                self._kept[link[0]] = link, b""
+            else:
+                self._erase(link)
 
     def _file(self, link: Link) -> Path:
         return self.folder / f"{link[0].hex()}.kv"

@@ -21,21 +21,25 @@ from request import Request
 
 
 class CachedPrefix(NamedTuple):
-    """One cached block with its whole prefix."""
+    """One cached block with its whole prefix. In groups, also its group."""
 
     extra_keys: NormalKeys
     token_ids: tuple[int, ...]  # of the whole prefix, with this block's tokens last
     block: Block
+    group: int = 0
+    num_own_references: int = 1  # of the cache
 
     @property
     def num_users(self) -> int:
-        return self.block.ref_cnt - 1
+        return self.block.ref_cnt - self.num_own_references
 
 
-def cached_prefixes(cache: PrefixCache | GroupedPrefixCache) -> Iterator[Any]:
+def cached_prefixes(cache: PrefixCache | GroupedPrefixCache) -> Iterator[CachedPrefix]:
     """Every cached block with its whole prefix, in the order of `cached_contents`."""
     if isinstance(cache, GroupedPrefixCache):
-        yield from cache.cached_prefixes()
+        for known in cache.cached_prefixes():
+            tokens = chain.from_iterable(tokens for _, tokens in known.chain[: known.index + 1])
+            yield CachedPrefix((), tuple(tokens), known.block, known.group, num_own_references=0)
         return
     contents = {content.block.block_id: content for content in cache.cached_contents()}
     for content in contents.values():
@@ -172,7 +176,7 @@ def check_published(manager: CachedKVCacheManager, requests: list[Request]) -> N
 
 def check_windows(memory: GroupedKVMemory, requests: list[Request]) -> None:
     """No block that is seen was freed."""
-    names = [group.requests() for group in memory.groups]
+    names = [group._tables.keys() for group in memory.groups]
     assert all(found == names[0] for found in names), "a block table is missing in a group"
     for group in memory.groups:
         for request in requests if group.window is not None else ():
@@ -184,22 +188,18 @@ def check_windows(memory: GroupedKVMemory, requests: list[Request]) -> None:
 
 
 def check_published_in_groups(memory: CachedGroupedMemory, requests: list[Request]) -> None:
-    assert memory._published.keys() <= memory.groups[0].requests(), "a state without tables"
-    for block_hash, name in memory._in_flight.items():
-        assert memory._published[name].in_flight == block_hash, name
+    assert memory._num_published.keys() <= memory.groups[0]._tables.keys(), "without tables"
     places: dict[int, tuple[object, int, int]] = {}
-    for name in memory.groups[0].requests():
-        state = memory._published.get(name)
+    for name in memory.groups[0]._tables:
         for number, ids in enumerate(memory.get_tables(name)):
             for index, block_id in enumerate(ids):
                 is_known = memory.cache.is_cached(memory.pool.blocks[block_id])
-                is_shared = is_known or state is None
+                is_shared = is_known or name not in memory._num_published
                 place = ("shared" if is_shared else name, number, index)
                 is_alone = places.setdefault(block_id, place) == place
                 assert is_alone or block_id == NULL_BLOCK_ID, (name, place)
     for request in requests:
-        state = memory._published.get(request.request_id)
-        num_blocks = state.num_blocks if state else 0
+        num_blocks = memory._num_published.get(request.request_id, 0)
         links = memory._chains.chain(request, num_blocks)
         tokens = list(chain.from_iterable(of_block for _, of_block in links))
         assert tokens == request.all_token_ids[: len(tokens)], request

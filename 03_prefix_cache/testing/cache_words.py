@@ -96,7 +96,11 @@ def nodes_of(cache: RadixCache) -> dict[str, int]:
     """The tree, as the words of its nodes and their locks: `{"AB": 1, "AB.CD": 0}`."""
     nodes: dict[str, int] = {}
     for node in cache.tree.nodes():
-        path = [as_word(link.key, cache.page_size) for link in cache.tree.path_to(node)]
+        path: list[str] = []
+        link = node
+        while not link.is_root:
+            path.insert(0, as_word(link.key, cache.page_size))
+            link = link.above
         if path:
             nodes[".".join(path)] = node.lock_ref
     return nodes

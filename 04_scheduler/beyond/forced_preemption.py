@@ -7,17 +7,16 @@ See 04_scheduler/beyond/README.md"""
 
 from __future__ import annotations
 
-from preemptive_scheduler import PreemptionPlugin
-from request import Request, check_integers
+from base_scheduler import SchedulerPlugin
+from request import Request
 
 
-class ForcedPreemption(PreemptionPlugin):
+class ForcedPreemption(SchedulerPlugin):
     """Preempts the last admitted eligible request in every `preempt_every`-th step. Eligible are
     requests that got a token since they were last preempted here, or with `spares_pinned` all
-    requests that are not pinned, so every request finishes. Raises `ValueError` below 1."""
+    requests that are not pinned, so every request finishes."""
 
     def __init__(self, preempt_every: int, spares_pinned: bool = False) -> None:
-        check_integers(1, preempt_every=preempt_every)
         self.preempt_every = preempt_every
         self.spares_pinned = spares_pinned
         self._num_steps = 0

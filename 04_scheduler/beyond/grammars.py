@@ -19,7 +19,7 @@ See 04_scheduler/beyond/GRAMMARS.md#who-does-what-and-when"""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,6 @@ _OF_NAMES = {"properties", "patternProperties"}
 _OF_NAMES |= {"$defs", "definitions", "dependentSchemas", "dependentRequired", "dependencies"}
 _REMARKS = {"title", "description", "$comment", "default", "examples"}
 _REMARKS |= {"deprecated", "readOnly", "writeOnly"}
-MAX_SCHEMAS = 20_000  # with lists, in a text that may be too long only because of remarks
 # A compiled grammar takes hundreds of bytes per character, and parsers recurse into nested rules.
 MAX_CHARACTERS = 200_000  # a list of texts, which nests nothing, can have ten times as many
 
@@ -64,10 +63,6 @@ class Regex:
 class Choice:
     choices: Sequence[str]
 
-    def __post_init__(self) -> None:
-        if isinstance(self.choices, Iterator):  # an iterator can be read only once
-            object.__setattr__(self, "choices", tuple(self.choices))
-
 
 @dataclass(frozen=True, slots=True)
 class Ebnf:
@@ -77,6 +72,7 @@ class Ebnf:
 
 
 Grammar = Json | Regex | Choice | Ebnf
+_VLLM = {"json": Json, "json_object": Json, "regex": Regex, "choice": Choice, "grammar": Ebnf}
 
 
 def source_of(grammar: object) -> str:
@@ -84,23 +80,26 @@ def source_of(grammar: object) -> str:
     names the allowed types. Errors in the content are found when it is compiled."""
     if isinstance(grammar, Mapping):
         grammar = _of_vllm(grammar)
+    max_chars = MAX_CHARACTERS
     if isinstance(grammar, Json):
         check_integers(0, max_whitespace=grammar.max_whitespace)
-        schema, max_whitespace = _schema(grammar.schema), int(grammar.max_whitespace)
-        return _bounded(f'{{"json": {schema}, "max_whitespace": {max_whitespace}}}')
-    if isinstance(grammar, Regex):
-        return _bounded(json.dumps({"regex": _text("grammar", grammar.pattern)}))
-    if isinstance(grammar, Choice):
-        return _bounded(json.dumps({"choice": _texts(grammar.choices)}), 10 * MAX_CHARACTERS)
-    require(isinstance(grammar, Ebnf), "grammar", grammar, "a Json, Regex, Choice or Ebnf")
-    assert isinstance(grammar, Ebnf)
-    return _bounded(json.dumps({"ebnf": _text("grammar", grammar.rules)}))
-
-
-def _bounded(source: str, max_chars: int = MAX_CHARACTERS) -> str:
-    if (num := len(source)) > max_chars:
-        raise ValueError(f"grammar must have at most {max_chars:,} characters, got {num:,}")
-    return source
+        source = {"json": _schema(grammar.schema), "max_whitespace": int(grammar.max_whitespace)}
+    elif isinstance(grammar, Regex):
+        source = {"regex": _text("grammar", grammar.pattern)}
+    elif isinstance(grammar, Choice):
+        source = {"choice": _texts(grammar.choices)}
+        max_chars *= 10
+    elif isinstance(grammar, Ebnf):
+        source = {"ebnf": _text("grammar", grammar.rules)}
+    else:
+        raise ValueError(f"grammar must be a Json, Regex, Choice or Ebnf, got {grammar!r}")
+    try:
+        text = json.dumps(source, allow_nan=False)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"schema must be JSON: {error}") from error
+    if len(text) > max_chars:
+        raise ValueError(f"grammar must have at most {max_chars:,} characters, got {len(text):,}")
+    return text
 
 
 def check_params(params: SamplingParams, eos_token_ids: Sequence[int]) -> None:
@@ -112,33 +111,23 @@ def check_params(params: SamplingParams, eos_token_ids: Sequence[int]) -> None:
 
 def _of_vllm(options: Mapping[str, Any]) -> Grammar:
     """Convert vLLM's dictionary. Entries that are None or False are ignored, as in vLLM."""
-    makers = {
-        "json": Json,
-        "json_object": lambda _: Json(),
-        "regex": Regex,
-        "choice": Choice,
-        "grammar": Ebnf,
-    }
-    given = {name: value for name, value in options.items() if value is not None and value != False}  # noqa: E712
-    if len(given) != 1 or not given.keys() <= makers.keys():
-        raise ValueError(f"grammar must have one of {[*makers]}, got {sorted(map(str, given))}")
-    name, value = next(iter(given.items()))
-    return makers[name](value)
+    given = {name: value for name, value in options.items() if value not in (None, False)}
+    if len(given) != 1 or not given.keys() <= _VLLM.keys():
+        raise ValueError(f"grammar must have one of {[*_VLLM]}, got {sorted(map(str, given))}")
+    ((name, value),) = given.items()
+    return Json() if name == "json_object" else _VLLM[name](value)
 
 
-def _schema(schema: object) -> str:
+def _schema(schema: object) -> object:
     if schema is None:
-        return '{"type": "object"}'
+        return {"type": "object"}
     try:
         found = json.loads(schema) if isinstance(schema, str | bytes) else schema
-        text = json.dumps(found, allow_nan=False)
-        if len(text) > MAX_CHARACTERS and text.count("{") + text.count("[") < MAX_SCHEMAS:
-            text = json.dumps(map_schemas(found, without_remarks))  # those do not count
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"schema must be JSON: {error}") from error
-    text = "{}" if text == "true" else text
-    require(text[0] == "{", "schema", schema, "a JSON schema (an object)")
-    return text
+    found = {} if found is True else found
+    require(isinstance(found, Mapping), "schema", schema, "a JSON schema (an object)")
+    return found
 
 
 def map_schemas(part: Any, change: Callable[[dict[str, Any]], Any], are_names: bool = False) -> Any:
@@ -163,19 +152,14 @@ def without_remarks(schema: dict[str, Any]) -> dict[str, Any]:
     return {key: inner for key, inner in schema.items() if key not in _REMARKS}
 
 
-def _texts(choices: object) -> list[str]:
-    is_list = isinstance(choices, Iterable) and not isinstance(choices, str | bytes | Mapping)
-    texts = list(choices) if is_list else []  # pyright: ignore[reportArgumentType]
-    allowed = "a sequence of non-empty strings"
-    require(
-        bool(texts) and all(isinstance(t, str) and t for t in texts), "choice", choices, allowed
-    )
-    return [_text("choice", text) for text in texts]
+def _texts(choices: Sequence[str]) -> list[str]:
+    is_list = isinstance(choices, Sequence) and not isinstance(choices, str | bytes)
+    require(is_list and len(choices) > 0, "choice", choices, "a sequence of non-empty strings")
+    return [_text("choice", text) for text in choices]
 
 
-def _text(name: str, value: object) -> str:
-    require(isinstance(value, str) and bool(value), name, value, "a non-empty str")
-    assert isinstance(value, str)
-    is_text = not any("\ud800" <= c <= "\udfff" for c in value)
-    require(is_text, name, value, "text without unpaired surrogates")
+def _text(name: str, value: str) -> str:
+    require(isinstance(value, str) and len(value) > 0, name, value, "a non-empty str")
+    has_surrogates = any("\ud800" <= c <= "\udfff" for c in value)
+    require(not has_surrogates, name, value, "text without unpaired surrogates")
     return value

@@ -37,12 +37,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from itertools import islice
-from typing import cast
-from weakref import proxy
 
-from base_scheduler import BaseScheduler
-from preemptive_scheduler import PreemptionPlugin
-from request import Request, check_integers
+from base_scheduler import SchedulerPlugin
+from request import Request
 from scheduler_interface import SchedulerOutput, StepOutput
 
 
@@ -52,13 +49,12 @@ class _Step:
     sampling: list[Request]  # requests that get tokens from it
 
 
-class PipelinePlugin(PreemptionPlugin):
+class PipelinePlugin(SchedulerPlugin):
     """Schedules pipelined steps, in any scheduler, with or without preemption. `update_from_output`
     is called for each plan in order; any number can be in flight. `num_discarded_tokens` counts
     tokens computed for requests that had finished."""
 
     def __init__(self, num_micro_batches: int) -> None:
-        check_integers(1, num_micro_batches=num_micro_batches)
         self.num_micro_batches = num_micro_batches
         self._steps: deque[_Step] = deque()
         # Running requests with a token in flight; the other running ones are ready or in a prompt.
@@ -67,15 +63,11 @@ class PipelinePlugin(PreemptionPlugin):
         self._chosen: set[str] = set()  # ready requests that this plan takes
         self.num_discarded_tokens = 0
 
-    def attach(self, scheduler: BaseScheduler) -> None:
-        # Weak, so that there is no reference cycle.
-        self._scheduler = cast("BaseScheduler", proxy(scheduler))
-
     @property
     def has_work(self) -> bool:
         """Whether a request could be scheduled now. (The plan can still be empty if memory is
         short.)"""
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         if len(self._in_flight) < len(scheduler.running):
             return True
         return bool(scheduler.waiting) and len(scheduler.running) < scheduler.max_num_seqs
@@ -138,20 +130,17 @@ class PipelinePlugin(PreemptionPlugin):
         self._in_flight.clear()
 
     def check(self) -> None:
-        sampling = [request.request_id for step in self._steps for request in step.sampling]
-        in_flight, ready = self._in_flight.keys(), self._ready.keys()
-        assert in_flight.isdisjoint(ready) and in_flight | ready <= self._scheduler.running.keys()
-        for request_id, request in self._scheduler.requests.items():
+        in_flight = self._in_flight.keys()
+        ready = self._ready.keys()
+        assert in_flight.isdisjoint(ready) and in_flight | ready <= self.scheduler.running.keys()
+        for request in self.scheduler.requests.values():
             # If two requests had this id, the first one has finished.
-            pending = [r for step in self._steps for r in step.sampling if r is request]
-            assert len(pending) == (request.num_output_placeholders > 0), repr(request)
-            assert sampling.count(request_id) >= len(pending)
-        for request_id, request in self._scheduler.running.items():
+            num_steps = sum(request in step.sampling for step in self._steps)
+            assert num_steps == (request.num_output_placeholders > 0), repr(request)
+        for request_id, request in self.scheduler.running.items():
             num_uncomputed_tokens = len(request.all_token_ids) - request.num_computed_tokens
             assert (request_id in in_flight) == (request.num_output_placeholders > 0), repr(request)
             if request_id in in_flight:
                 assert num_uncomputed_tokens == 1 - request.num_output_placeholders, repr(request)
-            else:
-                assert (
-                    num_uncomputed_tokens == 1 if request_id in ready else num_uncomputed_tokens > 0
-                ), repr(request)
+            elif request_id in ready:
+                assert num_uncomputed_tokens == 1, repr(request)

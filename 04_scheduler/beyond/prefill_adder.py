@@ -4,7 +4,7 @@ A prefill-first scheduler fills a batch from the waiting queue until something r
 resources can, and each has a counter, in tokens:
 
     rem_input_tokens    how many this step can still compute
-    rem_chunk_tokens    the same for chunked prompts, usually smaller; None: no chunking
+    rem_chunk_tokens    the same for chunked prompts, usually smaller
     rem_total_tokens    KV memory that is free and not expected to be needed by running requests
 
 The first two count tokens exactly. The third counts memory, which is allocated in pages (a page is
@@ -35,8 +35,8 @@ from collections.abc import Callable, Collection
 from enum import Enum, auto
 
 from kv_memory import ComputedBlocks, UncachedKVCacheManager
-from request import Request, check_integers
-from unchunked import ChunkPolicy, ChunkToBudget, Unchunked
+from request import Request
+from unchunked import ChunkPolicy
 
 CLIP_MAX_NEW_TOKENS = 4096  # upper limit of the expected outputs of a request
 RETRACT_DECODE_STEPS = 20  # steps that should succeed after a retraction
@@ -57,16 +57,10 @@ def num_expected_outputs(request: Request) -> int:
 class NewTokenRatio:
     """The share of their possible outputs that running requests are expected to generate.
 
-    Falls linearly from `initial` to `minimum` in `decay_steps` decode batches. Raises `ValueError`
-    that names the field.
+    Falls linearly from `initial` to `minimum` in `decay_steps` decode batches.
     """
 
     def __init__(self, initial: float, minimum: float, decay_steps: int) -> None:
-        if not 0 <= initial <= 1:
-            raise ValueError(f"init_new_token_ratio must be in [0, 1], got {initial!r}")
-        if not 0 <= minimum <= initial:
-            raise ValueError(f"min_new_token_ratio must be in [0, {initial}], got {minimum!r}")
-        check_integers(1, new_token_ratio_decay_steps=decay_steps)
         self.value = self.initial = initial
         self.minimum = minimum
         self._decay_steps = decay_steps
@@ -110,11 +104,11 @@ class PrefillAdder:
         running: Collection[Request],
         new_token_ratio: float,
         rem_input_tokens: int,
-        rem_chunk_tokens: int | None = None,
+        rem_chunk_tokens: int,
         *,
-        max_input_tokens: int | None = None,
-        num_next_decode_tokens: int = 0,
-        chunk_policy: ChunkPolicy | None = None,
+        max_input_tokens: int,
+        num_next_decode_tokens: int,
+        chunk_policy: ChunkPolicy,
     ) -> None:
         self.page_size = kv_memory.block_size
         self.rem_input_tokens = rem_input_tokens
@@ -122,14 +116,10 @@ class PrefillAdder:
         self.can_run_list: list[Request] = []
         self.num_tokens: dict[str, int] = {}  # by request id: tokens to compute in this step
         self.new_chunked_req: Request | None = None
-        self.log_hit_tokens = 0  # found in the cache
-        self.log_input_tokens = 0  # to be computed
         self._kv_memory = kv_memory
         self._allocate = allocate
-        self._max_input_tokens = max_input_tokens or rem_input_tokens
-        self._chunk_policy = chunk_policy or (
-            Unchunked() if rem_chunk_tokens is None else ChunkToBudget()
-        )
+        self._max_input_tokens = max_input_tokens
+        self._chunk_policy = chunk_policy
         self._is_idle = not running
         # An average over many steps can be less than what the next step takes.
         expected = sum(map(num_expected_outputs, running)) * new_token_ratio
@@ -145,7 +135,7 @@ class PrefillAdder:
         return self._kv_memory.capacity - self._kv_memory.num_blocks_in_use * self.page_size
 
     def add_one_req(
-        self, req: Request, has_chunked_req: bool, computed: ComputedBlocks | None = None
+        self, req: Request, has_chunked_req: bool, computed: ComputedBlocks
     ) -> AddReqResult:
         """Add a waiting request, whole or as a chunk, if it fits; `computed` is its cached prefix.
 
@@ -153,7 +143,8 @@ class PrefillAdder:
         the next request. A request that would be alone needs no memory beyond its own: then the
         memory itself decides, and it can hold any request (`add_request` makes sure of that).
         """
-        computed = computed or ComputedBlocks()
+        if self.new_chunked_req is not None:
+            return AddReqResult.OTHER
         is_alone = self._is_idle and not self.can_run_list
         num_uncomputed_tokens = req.num_tokens - computed.num_tokens
         # Cached pages without users count as free until this request uses them.
@@ -170,12 +161,11 @@ class PrefillAdder:
         if not self._allocate(req, computed, num_tokens):
             return AddReqResult.NO_TOKEN
         self._add(req, num_tokens)
-        self.log_hit_tokens += computed.num_tokens
         if is_cut:
             self.new_chunked_req = req
             return AddReqResult.OTHER
         self._num_expected_tokens += num_needed - (num_available - self._num_available_tokens)
-        return self._budget_state()
+        return AddReqResult.CONTINUE
 
     def add_chunked_req(self, req: Request) -> Request | None:
         """Add the next chunk of a prompt that was split before. Returns the request if it still
@@ -194,9 +184,7 @@ class PrefillAdder:
     def _num_tokens_to_schedule(self, req: Request, num_uncomputed_tokens: int) -> int:
         """How many of the request's `num_uncomputed_tokens` uncomputed tokens go into this batch; 0
         for none."""
-        budget = self.rem_input_tokens
-        if self.rem_chunk_tokens is not None:
-            budget = min(budget, self.rem_chunk_tokens)
+        budget = min(self.rem_input_tokens, self.rem_chunk_tokens)
         if budget <= 0:
             return 0
         num_tokens = self._chunk_policy.num_tokens_to_schedule(
@@ -213,17 +201,8 @@ class PrefillAdder:
     def _add(self, req: Request, num_tokens: int) -> None:
         self.can_run_list.append(req)
         self.num_tokens[req.request_id] = num_tokens
-        self.log_input_tokens += num_tokens
         self.rem_input_tokens -= num_tokens
-        if self.rem_chunk_tokens is not None:
-            self.rem_chunk_tokens -= num_tokens
-
-    def _budget_state(self) -> AddReqResult:
-        if self.rem_total_tokens <= 0:
-            return AddReqResult.NO_TOKEN
-        if self.rem_input_tokens <= 0 or self.rem_chunk_tokens == 0:
-            return AddReqResult.OTHER
-        return AddReqResult.CONTINUE
+        self.rem_chunk_tokens -= num_tokens
 
     def _whole_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size) * self.page_size

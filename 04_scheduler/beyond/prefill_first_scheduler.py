@@ -42,16 +42,15 @@ See 04_scheduler/beyond/PREFILL_FIRST.md#3-which-batch"""
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 from typing import TYPE_CHECKING
 
-from kv_memory import ComputedBlocks
-from policies import SchedulePolicy
-from policy_queue import Candidates
 from preemptive_scheduler import PreemptiveScheduler, SchedulerOptions
 from prefill_adder import AddReqResult, NewTokenRatio, PrefillAdder
-from request import Request, check_integers
+from request import Request
 from schedule_batch import ForwardMode, ScheduleBatch
-from step_plan import Admission, PreemptiveSchedulerOutput, StepPlan
+from scheduler_interface import SchedulerOutput
+from step_plan import Admission, StepPlan
 from unchunked import ChunkToBudget
 
 if TYPE_CHECKING:
@@ -61,23 +60,17 @@ __all__ = ["ForwardMode", "PrefillFirstScheduler", "ScheduleBatch"]
 
 
 class PrefillFirstScheduler(PreemptiveScheduler):
-    """A `SchedulerInterface`. The other parameters are those of `PreemptiveScheduler`, as in
-    `Scheduler`.
+    """The scheduler that prefers prompts. The other parameters are those of `PreemptiveScheduler`.
 
     `chunked_prefill_size`: prompts are split into chunks of at most this many tokens; None: they
     are computed whole, and rejected if they are longer than a step. `chunk_policy` can give a
     prompt fewer tokens, never more. `mixing` puts decodes into prefill batches; a whole prompt then
     waits until it fits next to the decodes. The share set aside falls from `init_new_token_ratio`
-    to `min_new_token_ratio` in `new_token_ratio_decay_steps` decode batches. Raises `ValueError`
-    that names the field.
+    to `min_new_token_ratio` in `new_token_ratio_decay_steps` decode batches.
     """
 
     def __init__(
         self,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 4096,
-        num_gpu_blocks: int = 1000,
-        policy: str | SchedulePolicy = "fcfs",
         *,
         mixing: bool = False,
         chunked_prefill_size: int | None = None,
@@ -87,14 +80,11 @@ class PrefillFirstScheduler(PreemptiveScheduler):
         max_consecutive_prefills: int | None = 8,
         **options: Unpack[SchedulerOptions],
     ) -> None:
-        bounds = {
-            "chunked_prefill_size": chunked_prefill_size,
-            "max_consecutive_prefills": max_consecutive_prefills,
-        }
-        check_integers(1, **{name: bound for name, bound in bounds.items() if bound is not None})
         if chunked_prefill_size is not None and options.get("chunk_policy") is None:
             options["chunk_policy"] = ChunkToBudget()
-        super().__init__(max_num_seqs, max_num_batched_tokens, num_gpu_blocks, policy, **options)
+        super().__init__(**options)
+        # Each running request gets a token in a decode batch, so the token budget limits them too.
+        self.max_num_seqs = min(self.max_num_seqs, self.max_num_batched_tokens)
         self.mixing = mixing
         self.chunked_prefill_size = chunked_prefill_size
         self.max_consecutive_prefills = max_consecutive_prefills
@@ -102,8 +92,6 @@ class PrefillFirstScheduler(PreemptiveScheduler):
             init_new_token_ratio, min_new_token_ratio, new_token_ratio_decay_steps
         )
         self._clear_batches()
-        # Each running request gets a token in a decode batch, so the token budget limits them too.
-        self._max_num_seqs = min(self.max_num_seqs, self.max_num_batched_tokens)
         self._num_prefills_in_a_row = 0  # consecutive prefill batches that made requests wait
 
     def _clear_batches(self) -> None:
@@ -120,7 +108,7 @@ class PrefillFirstScheduler(PreemptiveScheduler):
         """The share of their possible outputs that decoding requests are expected to generate."""
         return self._new_token_ratio.value
 
-    def schedule(self) -> PreemptiveSchedulerOutput:
+    def schedule(self) -> SchedulerOutput:
         """Plan a step: a prefill batch, a decode batch, or both in one."""
         step = self.begin_step()
         self.last_batch = self.get_next_batch_to_run(step)
@@ -168,10 +156,7 @@ class PrefillFirstScheduler(PreemptiveScheduler):
     def get_new_batch_prefill(self, step: StepPlan) -> ScheduleBatch | None:
         """Schedule as many prompts in `step` as fit: first the chunked one, then waiting ones.
         Returns None if none fits."""
-        if self.chunked_req is None and (
-            not self.waiting or len(self.running) >= self._max_num_seqs
-        ):
-            step.stop = ("seat", "") if self.waiting else None
+        if self.chunked_req is None and not self.waiting:
             return None
         adder = self._make_adder(step)
         if self.chunked_req is not None:
@@ -179,7 +164,7 @@ class PrefillFirstScheduler(PreemptiveScheduler):
             if not adder.can_run_list:
                 step.stop = ("blocks" if adder.rem_input_tokens > 0 else "budget", "")
                 return None  # it found no memory, and no other request may take what it waits for
-        self._admit(adder, step)
+        self.admit(step, partial(self._try_to_admit, adder))
         if not adder.can_run_list:
             return None
         if adder.new_chunked_req is not None:
@@ -191,62 +176,35 @@ class PrefillFirstScheduler(PreemptiveScheduler):
 
     def _make_adder(self, step: StepPlan) -> PrefillAdder:
         decodes = self.running_batch
-        chunk = self.chunked_prefill_size
-        if chunk is not None:  # in a mixed batch, decodes reduce the chunk too,
-            # but one page is left however many they are: otherwise a prompt would wait for all of
-            # them
+        chunk = step.budget
+        if (size := self.chunked_prefill_size) is not None:
+            # In a mixed batch, decodes reduce the chunk too, but one page is left however many they
+            # are: otherwise a prompt would wait for all of them.
             num_planned = self.max_num_batched_tokens - step.budget
-            chunk = max(chunk - num_planned, min(chunk, self.kv_memory.block_size))
+            chunk = max(size - num_planned, min(size, self.block_size))
         # In a mixed batch, decodes already have their next pages.
         num_next_pages = 0 if self.mixing else decodes.new_page_count_next_decode()
         return PrefillAdder(
-            self.kv_memory,
-            self._start_running,
-            decodes.reqs,
-            self.new_token_ratio,
-            step.budget,
-            chunk,
+            kv_memory=self.kv_memory,
+            allocate=self.start_running,
+            running=decodes.reqs,
+            new_token_ratio=self.new_token_ratio,
+            rem_input_tokens=step.budget,
+            rem_chunk_tokens=chunk,
             max_input_tokens=self.max_num_batched_tokens,
-            num_next_decode_tokens=num_next_pages * self.kv_memory.block_size,
+            num_next_decode_tokens=num_next_pages * self.block_size,
             chunk_policy=self.chunk_policy,
         )
 
-    def _start_running(
-        self, request: Request, computed: ComputedBlocks, num_new_tokens: int
-    ) -> bool:
-        num_reserved = 0
-        if self.is_pinned(request):
-            num_known = request.num_computed_tokens + computed.num_tokens
-            num_reserved = request.max_num_tokens - 1 - num_known - num_new_tokens
-        return self.start_running(request, computed, num_new_tokens, num_reserved)
-
-    def _admit(self, adder: PrefillAdder, step: StepPlan) -> None:
-        """Try waiting requests in order, until one does not fit."""
-        candidates = Candidates(self.waiting)
-        num_before = len(adder.can_run_list)
-        for request in candidates:
-            num_admitted = len(adder.can_run_list) - num_before
-            outcome = self._try_to_admit(request, adder, num_admitted)
-            candidates.num_skipped += outcome is Admission.SKIPPED
-            if not outcome.continues or candidates.are_enough:
-                # If the request is in, the outcome is about the next one.
-                is_in = request.request_id in adder.num_tokens
-                step.stop = (outcome.value, "" if is_in else request.request_id)
-                break
-        for request in adder.can_run_list[num_before:]:
-            self.waiting.remove_request(request)
-
-    def _try_to_admit(self, request: Request, adder: PrefillAdder, num_admitted: int) -> Admission:
-        """Try to admit one waiting request. A request that is not ready is skipped; a request that
-        a plugin or the chunk policy rejects is skipped too, unless it has aged."""
-        if len(self.running) >= self._max_num_seqs:
+    def _try_to_admit(self, adder: PrefillAdder, request: Request, step: StepPlan) -> Admission:
+        if len(self.running) >= self.max_num_seqs:
             return Admission.BATCH_FULL
-        computed = self.find_prefix(request, num_admitted)
+        computed = self.find_prefix(request, step)
         if isinstance(computed, Admission):
             return computed
         result = adder.add_one_req(request, self.chunked_req is not None, computed)
-        if result is AddReqResult.CONTINUE:
-            return Admission.ADMITTED
+        if request.request_id in adder.num_tokens:
+            return Admission.ADMITTED  # the result is about the next request
         return Admission.BLOCKS if result is AddReqResult.NO_TOKEN else Admission.BUDGET
 
     # -- decode
@@ -259,7 +217,6 @@ class PrefillFirstScheduler(PreemptiveScheduler):
         if not batch.reqs:
             self._new_token_ratio.reset()
             return batch
-        num_optional = self._get_optional_room(step) if self._optional_token_hooks else {}
         if batch.check_decode_mem():
             self._new_token_ratio.decay()
         else:
@@ -267,38 +224,19 @@ class PrefillFirstScheduler(PreemptiveScheduler):
             self._new_token_ratio.raise_for(batch.reqs)
             if not batch.check_decode_mem():
                 return ScheduleBatch(self.kv_memory)  # it is alone, and a load blocks it
-        for request in batch.reqs:
-            if num_tokens := self.num_uncomputed_tokens(request):
-                step.add(request, num_tokens + num_optional.get(request.request_id, 0))
-        return batch
-
-    def _get_optional_room(self, step: StepPlan) -> dict[str, int]:
-        """Allocate optional tokens for decoding requests, and return their numbers. A second token
-        for a request comes after the first for all and, in a mixed batch, after a page for a
-        prompt. Returns none if memory does not suffice for all of them, because no request is
-        retracted for optional tokens. Requests keep the memory that they got."""
-        decodes = [r for r in self.running_batch.reqs if self.num_uncomputed_tokens(r) == 1]
-        num_spare = step.budget - len(self.running_batch.reqs)
+        num_spare = step.budget - len(batch.reqs)
         if self.mixing and (self.waiting or self.chunked_req is not None):
             num_spare -= self.block_size
-        num_optional: dict[str, int] = {}
-        for request in decodes:
-            num = max(0, min(self.num_optional_tokens(request), num_spare))
-            num_optional[request.request_id] = num
-            num_spare -= num
-        size = self.block_size
-        allocate_slots = self.kv_memory.allocate_slots
-        for request in decodes:
-            num_tokens = 1 + num_optional[request.request_id]
-            start = request.num_computed_tokens
-            num_left_in_page = -start % size
-            end = start + num_tokens
-            if num_tokens > num_left_in_page and not allocate_slots(request, num_tokens):
-                return {}
-            num_slots = self.num_optional_slots(request, end)
-            if num_tokens + num_slots > num_left_in_page:
-                allocate_slots(request, num_tokens, num_slots)
-        return num_optional
+        for request in batch.reqs:
+            num_tokens = self.num_uncomputed_tokens(request)
+            if num_tokens == 1 and self.hooks["num_optional_tokens"]:
+                num_optional = max(0, min(self.num_optional_tokens(request), num_spare))
+                num_optional = self.allocate_optional(request, num_optional)
+                num_spare -= num_optional
+                num_tokens += num_optional
+            if num_tokens:
+                step.add(request, num_tokens)
+        return batch
 
     def preempt(self, request: Request) -> None:
         if request is self.chunked_req:
@@ -306,8 +244,6 @@ class PrefillFirstScheduler(PreemptiveScheduler):
         super().preempt(request)
 
     def check_invariants(self) -> None:
-        """Raise `AssertionError` if the state is inconsistent between two steps. O(all requests and
-        blocks)."""
         super().check_invariants()
         holders = [] if self.chunked_req is None else [self.chunked_req]
         holders += self.running_batch.reqs
@@ -315,8 +251,3 @@ class PrefillFirstScheduler(PreemptiveScheduler):
             holders += (r for r in self.last_batch.reqs if r is not self.chunked_req)
         held = [r.request_id for r in holders if not r.is_finished]
         assert sorted(held) == sorted(self.running), "a request is in two batches or in none"
-        assert len(self.running) <= self._max_num_seqs
-        for request in self.running.values():
-            if request is not self.chunked_req:
-                num_known = request.num_tokens + request.num_output_placeholders
-                assert num_known - request.num_computed_tokens == 1, repr(request)

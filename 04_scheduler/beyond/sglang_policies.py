@@ -75,30 +75,15 @@ class CacheAwarePolicy(SchedulePolicy):
 
     A request with fewer than `min_cached` cached tokens is deferred for this step if a request
     before it computes at least `min_shared` tokens, in whole blocks, that it could use.
-    `min_cached=0` defers none. Raises `ValueError` for sizes that are too small.
     """
 
     is_cache_aware = True
+    min_cached = 32
+    min_shared = 32
 
-    def __init__(
-        self,
-        find_cached_blocks: FindCachedBlocks,
-        block_size: int = 16,
-        *,
-        max_requests_to_sort: int = 128,
-        min_cached: int = 32,
-        min_shared: int = 32,
-    ) -> None:
-        sizes = {"block_size": (block_size, 1), "min_shared": (min_shared, 1)}
-        sizes |= {"min_cached": (min_cached, 0), "max_requests_to_sort": (max_requests_to_sort, 0)}
-        for field, (value, lowest) in sizes.items():
-            if value < lowest:
-                raise ValueError(f"{field} must be >= {lowest}, got {value}")
+    def __init__(self, find_cached_blocks: FindCachedBlocks, block_size: int = 16) -> None:
         self.find_cached_blocks = find_cached_blocks
         self.block_size = block_size
-        self.max_requests_to_sort = max_requests_to_sort
-        self.min_cached = min_cached
-        self.num_shared_blocks = ceil(min_shared / block_size)
 
     @abstractmethod
     def arrange(self, requests: Sequence[Request], cached: CachedBlocks) -> list[Request]:
@@ -111,16 +96,17 @@ class CacheAwarePolicy(SchedulePolicy):
     def _put_off_duplicates(
         self, requests: Sequence[Request], cached: CachedBlocks
     ) -> list[Request]:
-        """Move duplicates to the end. Requests that share `num_shared_blocks` uncomputed blocks or
-        more have the same cached block before them and the same tokens in the first that many.
-        These form a key, so requests need not be compared in pairs."""
+        """Move duplicates to the end. Requests that share enough uncomputed blocks have the same
+        cached block before them and the same tokens in the first of them. These form a key, so
+        requests need not be compared in pairs."""
+        num_shared_blocks = ceil(self.min_shared / self.block_size)
         to_be_computed: set[tuple] = set()
         now: list[Request] = []
         later: list[Request] = []
         for request in requests:
             block_ids = cached[request.request_id]
             start = len(block_ids) * self.block_size
-            end = start + self.num_shared_blocks * self.block_size
+            end = start + num_shared_blocks * self.block_size
             before = block_ids[-1] if block_ids else normalise_extra_keys(extra_keys_of(request))
             key = (before, *request.all_token_ids[start:end])
             is_duplicate = (
@@ -196,26 +182,13 @@ POLICIES: dict[str, type[SchedulePolicy]] = policies.POLICIES | {
 }
 
 
-def make_policy(
-    name: str,
-    find_cached_blocks: FindCachedBlocks | None = None,
-    block_size: int = 16,
-    seed: int = 0,
+def policy_by_name(
+    name: str, kv_memory: UncachedKVCacheManager | None = None, seed: int = 0
 ) -> SchedulePolicy:
-    """The policy of this name. `find_cached_blocks` and `block_size` are for cache-aware policies,
-    `seed` for `"random"`. Raises `ValueError` for an unknown name, and for a cache-aware policy
-    without `find_cached_blocks`."""
+    """The policy of this name. `kv_memory` is for cache-aware policies, which look up its cache;
+    `seed` is for `"random"`. Raises `ValueError` for an unknown name."""
     kind = get_policy(name, POLICIES)
     if issubclass(kind, CacheAwarePolicy):
-        if find_cached_blocks is None:
-            raise ValueError(
-                "find_cached_blocks must be a function from requests to block ids for the "
-                f"cache-aware policy {name!r}, got None"
-            )
-        return kind(find_cached_blocks, block_size)
+        assert kv_memory is not None, f"{name!r} needs a memory to look up"
+        return kind(kv_memory.find_cached_blocks, kv_memory.block_size)
     return RandomPolicy(seed) if kind is RandomPolicy else kind()
-
-
-def policy_over(kv_memory: UncachedKVCacheManager, name: str, seed: int = 0) -> SchedulePolicy:
-    """The policy of this name for a scheduler over this memory."""
-    return make_policy(name, kv_memory.find_cached_blocks, kv_memory.block_size, seed)

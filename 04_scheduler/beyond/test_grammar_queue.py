@@ -8,7 +8,7 @@ from concurrent.futures import Future
 import pytest
 
 from grammar_queue import GrammarsCompiled
-from policy_queue import MAX_SKIPPED
+from preemptive_scheduler import MAX_SKIPPED
 from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request, RequestStatus
 from scheduler import Scheduler

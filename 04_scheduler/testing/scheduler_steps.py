@@ -22,7 +22,6 @@ from request import Request
 from scheduler import Scheduler
 from scheduler_interface import SchedulerOutput, StepOutput
 from step_log import StepLog, StepLoop
-from step_plan import PreemptiveSchedulerOutput
 from unchunked import ChunkToBudget
 
 
@@ -49,6 +48,8 @@ class SchedulerLoop(StepLoop):
 
     def __init__(self, scheduler: Any) -> None:
         super().__init__(scheduler)
+        self.num_taken = 0
+        self.num_scheduled_tokens = 0
         self.memory: Any = scheduler.kv_memory  # must have `check_invariants`
         self.runner: Any = FakeModelRunner(self.memory.block_size, self.vocab_size)
 
@@ -62,11 +63,13 @@ class SchedulerLoop(StepLoop):
         return self.take(request)
 
     def take(self, request: Request) -> Request:
+        self.num_taken += 1
         request.arrival_time = float(len(self.requests))
         return super().take(request)
 
-    def schedule(self) -> PreemptiveSchedulerOutput:
+    def schedule(self) -> SchedulerOutput:
         plan = super().schedule()
+        self.num_scheduled_tokens += plan.total_num_scheduled_tokens
         assert set(preempted_ids(plan)).isdisjoint(plan.num_scheduled_tokens)
         cached = plan.scheduled_cached_reqs
         assert cached.resumed_req_ids <= set(cached.req_ids), "a new request did not resume"
@@ -88,12 +91,11 @@ class SchedulerLoop(StepLoop):
     def check_account(self, num_discarded: int = 0) -> None:
         """Each token but a request's last was computed once, and again if preemption lost it,
         unless it was cached."""
-        stats = self.scheduler.get_stats()
-        assert (stats.num_running, stats.num_waiting, stats.num_preempted) == (0, 0, 0)
-        if not stats.total_aborted and stats.total_finished == len(self.finished):
-            num_needed = sum(request.num_tokens - 1 for request in self.finished)
-            num_needed += stats.total_recomputed_tokens - stats.total_cached_tokens
-            assert stats.total_scheduled_tokens == num_needed + num_discarded
+        assert self.scheduler.get_request_counts() == (0, 0)
+        if len(self.finished) == self.num_taken:  # none was aborted
+            num_needed = sum(r.num_tokens - 1 - r.num_cached_tokens for r in self.finished)
+            num_needed += self.scheduler.num_recomputed_tokens
+            assert self.num_scheduled_tokens == num_needed + num_discarded
 
 
 @contextmanager
@@ -197,7 +199,6 @@ class SchedulerLog(StepLog):
         return " ".join(words)
 
     def describe(self, plan: SchedulerOutput) -> str:
-        assert isinstance(plan, PreemptiveSchedulerOutput)
         words = [super().describe(plan)]
         words += [f"!{name}" for name in preempted_ids(plan)]
         waiting = [request.request_id for request in self.loop.scheduler.waiting]
@@ -210,9 +211,5 @@ class SchedulerLog(StepLog):
     def check_end(self) -> None:
         """Check tokens, memory, and the account of computed tokens."""
         super().check_end()
-        stats = self.loop.scheduler.get_stats()
-        assert self.loop.memory.num_blocks_in_use == 0 == stats.kv_cache_usage
-        if stats.total_aborted == 0:
-            num_cached = sum(request.num_cached_tokens for request in self.loop.finished)
-            assert num_cached == stats.total_cached_tokens, "those of the first admission"
+        assert self.loop.memory.num_blocks_in_use == 0
         self.loop.check_account()

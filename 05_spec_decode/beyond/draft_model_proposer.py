@@ -27,29 +27,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from batch_layout import ComposedBatch, Queries, all_to_device, compose_in_order
+from batch_layout import Queries, compose_in_order
 from input_batch import RunnerRequest
 from kv_memory import SharingRunnerState
 from paged_attention import AttentionBackend, PagedKVCache
 from proposers import ProposerInput
-from request import check_integers
-
-
-class DraftModel(Protocol):
-    """A decoder over a paged cache; its tokens are the target's."""
-
-    num_heads: int
-
-    def __call__(
-        self, batch: ComposedBatch, kv_cache: PagedKVCache
-    ) -> torch.Tensor:  # [num_logit_rows, vocab_size]
-        ...
 
 
 class DraftSampler(Protocol):
@@ -58,12 +45,11 @@ class DraftSampler(Protocol):
         `n` drafts already, and were in the rounds before."""
 
     def sample_drafts(
-        self, logits: torch.Tensor, requests: Sequence[RunnerRequest], num_drafted: int
+        self, logits: torch.Tensor, num_drafted: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Choose the next draft token of each request from `logits` [R, vocab_size]; each has
-        `num_drafted` already. Returns `(tokens [R] int64, probs [R, vocab_size])`, where `probs`
-        are the distributions they were drawn from, or None if the rejection rule does not need
-        them."""
+        """Choose the next draft token of each request in round `num_drafted` from `logits` [R,
+        vocab_size]. Returns `(tokens [R] int64, probs [R, vocab_size])`, where `probs` are the
+        distributions they were drawn from, or None if the rejection rule does not need them."""
         ...
 
     def needs_probs(self, request: RunnerRequest) -> bool:
@@ -78,8 +64,16 @@ class _Follower:
     block_ids: list[int] = field(default_factory=list)  # when the table was last read
     num_final: int = 0  # leading blocks that were full before that step, and do not change
     num_computed: int = 0  # positions with the draft's KV
-    # Draft tokens whose KV is in the last of those positions.
-    drafts: list[int] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)  # whose KV is in the last of these positions
+    probs: torch.Tensor | None = None  # of the last proposal
+
+
+@dataclass(slots=True)
+class _Work:
+    request: RunnerRequest
+    follower: _Follower
+    stop: int  # known tokens before this position are fed
+    num_drafts: int
 
 
 class DraftModelProposer:
@@ -88,7 +82,7 @@ class DraftModelProposer:
 
     def __init__(
         self,
-        model: DraftModel,
+        model: Any,  # a decoder over a paged cache; its tokens are the target's
         kv_cache: PagedKVCache,
         backend: AttentionBackend,
         state: SharingRunnerState,
@@ -97,7 +91,6 @@ class DraftModelProposer:
         sampler: DraftSampler,
         max_model_len: int = 2048,
     ) -> None:
-        check_integers(1, num_spec_tokens=num_spec_tokens)
         self.model = model
         self.backend = backend
         self.kv_cache = kv_cache
@@ -109,35 +102,22 @@ class DraftModelProposer:
         self.max_model_len = max_model_len
         self.sampler = sampler
         self.block_size = kv_cache.block_size
-        self.device = kv_cache.key_cache[0].device
         self.num_computed_tokens = 0  # total number fed to the draft model
         self._followers: dict[str, _Follower] = {}
-        self._probs: dict[str, torch.Tensor] = {}
-
-    # -- the interface
 
     @torch.inference_mode()
     def propose(
         self, inputs: Sequence[ProposerInput], num_drafts: Sequence[int]
     ) -> dict[str, list[int]]:
-        work = [
-            self._plan(f, min(num, self.num_spec_tokens))
-            for f, num in zip(inputs, num_drafts, strict=True)
-        ]
-        for f in inputs:
-            self._probs.pop(f.request.req_id, None)
+        work = [self._plan(f, num) for f, num in zip(inputs, num_drafts, strict=True)]
         work = [w for w in work if w.stop > w.follower.num_computed]
-        work.sort(key=lambda w: -w.num_drafts)  # requests with more drafts come first
-        drafting = [w for w in work if w.num_drafts]
         if not work:
             return {}
-        rounds = [
-            [w for w in drafting if w.num_drafts > num_drafted]
-            for num_drafted in range(max((w.num_drafts for w in drafting), default=0))
-        ]
-        columns = self._propose_rounds(rounds, self._compose(work, rounds))
+        work.sort(key=lambda w: -w.num_drafts)  # requests with more drafts come first
+        rounds = [[w for w in work if w.num_drafts > n] for n in range(work[0].num_drafts)]
+        columns = self._propose_rounds(work, rounds)
         read = iter(torch.cat(columns).tolist() if columns else ())  # the host waits here, once
-        drafts = {w.request.req_id: [] for w in drafting}
+        drafts = {w.request.req_id: [] for w in work if w.num_drafts}
         for active in rounds:
             for w, token in zip(active, read):
                 drafts[w.request.req_id].append(token)
@@ -147,10 +127,10 @@ class DraftModelProposer:
         return drafts
 
     def draft_probs(self, request_id: str) -> torch.Tensor | None:
-        return self._probs.get(request_id)
+        follower = self._followers.get(request_id)
+        return follower and follower.probs
 
     def remove_request(self, request_id: str) -> None:
-        self._probs.pop(request_id, None)
         self._followers.pop(request_id, None)
 
     # -- how far the KV reaches
@@ -158,14 +138,16 @@ class DraftModelProposer:
     def _plan(self, inputs: ProposerInput, num_drafts: int) -> _Work:
         """Plan the work for a request: up to its last known token if draft tokens are needed, else
         as far as the target is; in either case only where there are slots."""
-        follower = self._followers.setdefault(inputs.request.req_id, _Follower())
-        self._take_back_wrong(inputs.request, follower)
+        request = inputs.request
+        follower = self._followers.setdefault(request.req_id, _Follower())
+        follower.probs = None
+        self._take_back_wrong(request, follower)
         self._read_table(inputs, follower)
         num_slots = min(len(follower.block_ids) * self.block_size, self.max_model_len)
-        num_known = inputs.request.num_tokens
+        num_known = request.num_tokens
         num_drafts = max(0, min(num_drafts, num_slots - num_known + 1))
         stop = num_known if num_drafts else min(inputs.num_computed_tokens, num_slots)
-        return _Work(inputs, follower, stop, num_drafts)
+        return _Work(request, follower, stop, num_drafts)
 
     def _take_back_wrong(self, request: RunnerRequest, follower: _Follower) -> None:
         """Drop the KV of wrong draft tokens; correct ones stay, verified or not. The last known
@@ -192,62 +174,49 @@ class DraftModelProposer:
 
     # -- the model
 
-    def _compose(self, work: list[_Work], rounds: list[list[_Work]]) -> list[ComposedBatch]:
-        """Lay out the input of the model for each round. The first round catches up on all missing
-        known tokens, and predicts after the last one of requests that need drafts. The other rounds
-        feed one draft token of each, which is only on the device. One copy for all rounds."""
+    def _propose_rounds(self, work: list[_Work], rounds: list[list[_Work]]) -> list[torch.Tensor]:
+        """Propose draft tokens: one column [num_requests in this round] for each round. The first
+        round catches up on all missing known tokens, and predicts after the last one of requests
+        that need drafts. The others feed one draft token of each, which is only on the device."""
+        self.sampler.prepare(
+            [[w.request for w in active] for active in rounds], self.kv_cache.key_cache[0].device
+        )
         starts = np.array([w.follower.num_computed for w in work])
-        lens = np.array([w.stop for w in work]) - starts
+        stops = np.array([w.stop for w in work])
         is_drafting = np.array([w.num_drafts > 0 for w in work], dtype=np.int64)
-        parts = [Queries(self._rows_of(work), starts, lens, is_drafting)]
-        for num_drafted, active in enumerate(rounds[1:], 1):
-            starts = np.array([w.stop + num_drafted - 1 for w in active])
-            one = np.ones_like(starts)
-            parts.append(Queries(self._rows_of(active), starts, one, one))
-        self.state.widen(max(int((part.starts + part.num_tokens).max()) for part in parts))
-        layouts = [compose_in_order(self.state, part, self.block_size) for part in parts]
-        self.sampler.prepare([[w.request for w in active] for active in rounds], self.device)
-        arrays = [array for layout in layouts for array in layout.arrays]
-        sent = iter(all_to_device(self.device, arrays))
-        return [layout.compose(list(islice(sent, len(layout.arrays)))) for layout in layouts]
-
-    def _rows_of(self, work: list[_Work]) -> np.ndarray:
-        return self.state.rows_of([w.request.req_id for w in work])
-
-    def _propose_rounds(
-        self, rounds: list[list[_Work]], batches: list[ComposedBatch]
-    ) -> list[torch.Tensor]:
-        """Propose draft tokens: one column [num_requests in this round] for each round."""
+        logits = self._forward(work, starts, stops - starts, is_drafting)
         columns: list[torch.Tensor] = []
         probs: list[torch.Tensor | None] = []
-        logits = self._forward(batches[0])
         for num_drafted, active in enumerate(rounds):
+            n = len(active)
             if num_drafted:
-                batches[num_drafted].input_ids = columns[-1][: len(active)]
-                logits = self._forward(batches[num_drafted])
-            requests = [w.request for w in active]
-            column, column_probs = self.sampler.sample_drafts(logits, requests, num_drafted)
+                one = np.ones(n, dtype=np.int64)
+                starts = stops[:n] + num_drafted - 1
+                logits = self._forward(active, starts, one, one, columns[-1][:n])
+            column, column_probs = self.sampler.sample_drafts(logits, num_drafted)
             columns.append(column)
             probs.append(column_probs)
-        for index, w in enumerate(rounds[0] if rounds else ()):
-            if self.sampler.needs_probs(w.request):
+        for index, w in enumerate(work):
+            if w.num_drafts and self.sampler.needs_probs(w.request):
                 rows = [p[index] for p in probs[: w.num_drafts] if p is not None]
-                self._probs[w.request.req_id] = torch.stack(rows)
+                w.follower.probs = torch.stack(rows)
         return columns
 
-    def _forward(self, batch: ComposedBatch) -> torch.Tensor:
+    def _forward(
+        self,
+        work: list[_Work],
+        starts: np.ndarray,
+        lens: np.ndarray,
+        num_logit_rows: np.ndarray,
+        drafts: torch.Tensor | None = None,  # instead of the state's tokens
+    ) -> torch.Tensor:
+        rows = self.state.rows_of([w.request.req_id for w in work])
+        self.state.widen(int((starts + lens).max()))
+        queries = Queries(rows, starts, lens, num_logit_rows)
+        layout = compose_in_order(self.state, queries, self.block_size)
+        batch = layout.on(self.kv_cache.key_cache[0].device)
+        if drafts is not None:
+            batch.input_ids = drafts
         self.num_computed_tokens += len(batch.input_ids)
         batch.plan_attention(self.backend, self.model.num_heads, self.kv_cache)
         return self.model(batch, self.kv_cache)
-
-
-@dataclass(slots=True)
-class _Work:
-    inputs: ProposerInput
-    follower: _Follower = field(repr=False)
-    stop: int  # known tokens before this position are fed
-    num_drafts: int
-
-    @property
-    def request(self) -> RunnerRequest:
-        return self.inputs.request

@@ -50,6 +50,23 @@ UNALIGNED_IN_MATCHING = ("target_sampled", "draft_tokens", "cu_num_logits")
 
 
 @jit
+def _drafts_of(cu_num_logits, max_num_drafts, WIDTH: tl.constexpr):
+    """This program's request, its first row, and a lane for each draft and at least one more."""
+    request = tl.program_id(0).to(tl.int64)
+    first_row = tl.load(cu_num_logits + request)
+    num_drafts = tl.load(cu_num_logits + request + 1) - first_row - 1
+    column = tl.arange(0, WIDTH)
+    return request, first_row, column, (column < num_drafts) & (column < max_num_drafts)
+
+
+@jit
+def _store(token_ids, num_sampled, request, column, run, num_accepted, max_num_drafts):
+    target = token_ids + request * (max_num_drafts + 1) + column
+    tl.store(target, run, mask=column <= max_num_drafts)
+    tl.store(num_sampled + request, (num_accepted + 1).to(tl.int64))
+
+
+@jit
 def _weights(
     tokens,  # [TILE] int32
     p_row,  # address of a row of p
@@ -100,14 +117,10 @@ def _rejection_kernel(
     TILE: tl.constexpr,
     MAX_TILES: tl.constexpr,  # of the vocabulary, padded to a power of two
 ):
-    request = tl.program_id(0).to(tl.int64)
-    first_row = tl.load(cu_num_logits + request)
-    num_drafts = tl.load(cu_num_logits + request + 1) - first_row - 1
+    request, first_row, column, is_draft = _drafts_of(cu_num_logits, max_num_drafts, WIDTH)
     first_draft = first_row - request
 
     # Accept. A lane without a draft has p = 0; an out-of-range id is not looked up.
-    column = tl.arange(0, WIDTH)
-    is_draft = (column < num_drafts) & (column < max_num_drafts)
     drafts = tl.load(draft_token_ids + first_draft + column, mask=is_draft, other=-1)
     is_token = (drafts >= 0) & (drafts < VOCAB_SIZE)
     p_offset = (first_row + column) * VOCAB_SIZE + drafts
@@ -139,10 +152,7 @@ def _rejection_kernel(
 
     run = tl.where(column < num_accepted, drafts, PADDING)
     run = tl.where(column == num_accepted, token, run)
-    target = token_ids + request * (max_num_drafts + 1) + column
-    tl.store(target, run, mask=column <= max_num_drafts)
-    num_tokens = num_accepted + 1  # pyright: ignore[reportOperatorIssue]
-    tl.store(num_sampled + request, num_tokens.to(tl.int64))
+    _store(token_ids, num_sampled, request, column, run, num_accepted, max_num_drafts)
 
 
 @jit_for_any("max_num_drafts", unaligned=UNALIGNED_IN_MATCHING)
@@ -156,13 +166,8 @@ def _matching_kernel(
     PADDING: tl.constexpr,
     WIDTH: tl.constexpr,  # max_num_drafts + 1 padded to a power of two, at least 8
 ):
-    request = tl.program_id(0).to(tl.int64)
-    first_row = tl.load(cu_num_logits + request)
-    num_drafts = tl.load(cu_num_logits + request + 1) - first_row - 1
-
-    column = tl.arange(0, WIDTH)
-    is_draft = (column < num_drafts) & (column < max_num_drafts)
-    is_row = (column <= num_drafts) & (column <= max_num_drafts)
+    request, first_row, column, is_draft = _drafts_of(cu_num_logits, max_num_drafts, WIDTH)
+    is_row = column <= tl.sum(is_draft.to(tl.int32))
     drafts = tl.load(draft_tokens + first_row - request + column, mask=is_draft, other=0)
     sampled = tl.load(target_sampled + first_row + column, mask=is_row, other=0)
     is_accepted = is_draft & (drafts == sampled) & (drafts >= 0)
@@ -170,10 +175,7 @@ def _matching_kernel(
 
     # Accepted drafts are what was sampled.
     run = tl.where(column <= num_accepted, sampled, PADDING)
-    target = token_ids + request * (max_num_drafts + 1) + column
-    tl.store(target, run, mask=column <= max_num_drafts)
-    num_tokens = num_accepted + 1  # pyright: ignore[reportOperatorIssue]
-    tl.store(num_sampled + request, num_tokens.to(tl.int64))
+    _store(token_ids, num_sampled, request, column, run, num_accepted, max_num_drafts)
 
 
 def rejection_launch(vocab_size: int, max_num_drafts: int, dtype: torch.dtype) -> Launch:
@@ -237,22 +239,12 @@ def rejection_sample_triton(
             "target_probs and draft_probs must be float32 or float64, the same, "
             f"got {dtype} and {draft_probs.dtype}"
         )
-    verified = _empty(cu_num_logits, max_num_drafts)
-    num_reqs = len(verified.num_sampled)
-    if num_reqs:
-        rejection_launch(target_probs.shape[1], max_num_drafts, dtype)(
-            (num_reqs,),
-            verified.token_ids,
-            verified.num_sampled,
-            target_probs.contiguous(),
-            draft_token_ids.contiguous(),
-            draft_probs.contiguous(),
-            cu_num_logits.contiguous(),
-            accept_u.contiguous(),
-            sample_u.contiguous(),
-            max_num_drafts,
-        )
-    return verified
+    return _verify(
+        rejection_launch(target_probs.shape[1], max_num_drafts, dtype),
+        max_num_drafts,
+        cu_num_logits,
+        [target_probs, draft_token_ids, draft_probs, cu_num_logits, accept_u, sample_u],
+    )
 
 
 def rejection_sampling_batched_triton(
@@ -260,24 +252,25 @@ def rejection_sampling_batched_triton(
     draft_tokens: torch.Tensor,  # [num_drafts] int64, request after request
     cu_num_logits: torch.Tensor,  # [num_reqs + 1] int64, first row of each request
     num_speculative_steps: int,  # at least the drafts of any request
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> VerifiedTokens:
     """`rejection_sampling_batched`."""
-    verified = _empty(cu_num_logits, num_speculative_steps)
-    num_reqs = len(verified.num_sampled)
-    if num_reqs:
-        matching_launch(num_speculative_steps)(
-            (num_reqs,),
-            verified.token_ids,
-            verified.num_sampled,
-            target_sampled.contiguous(),
-            draft_tokens.contiguous(),
-            cu_num_logits.contiguous(),
-            num_speculative_steps,
-        )
-    return verified.token_ids, verified.num_sampled
+    return _verify(
+        matching_launch(num_speculative_steps),
+        num_speculative_steps,
+        cu_num_logits,
+        [target_sampled, draft_tokens, cu_num_logits],
+    )
 
 
-def _empty(cu_num_logits: torch.Tensor, max_num_drafts: int) -> VerifiedTokens:
+def _verify(
+    launch: Launch, max_num_drafts: int, cu_num_logits: torch.Tensor, tensors: list[torch.Tensor]
+) -> VerifiedTokens:
     num_reqs = len(cu_num_logits) - 1
-    token_ids = cu_num_logits.new_empty(num_reqs, max_num_drafts + 1)
-    return VerifiedTokens(token_ids=token_ids, num_sampled=cu_num_logits.new_empty(num_reqs))
+    verified = VerifiedTokens(
+        token_ids=cu_num_logits.new_empty(num_reqs, max_num_drafts + 1),
+        num_sampled=cu_num_logits.new_empty(num_reqs),
+    )
+    if num_reqs:
+        given = [tensor.contiguous() for tensor in tensors]
+        launch((num_reqs,), *verified, *given, max_num_drafts)
+    return verified

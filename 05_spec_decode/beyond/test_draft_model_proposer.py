@@ -107,14 +107,15 @@ class ErringSampler(DraftSampler):
         self.errs = errs
 
     def prepare(self, rounds, device) -> None:
-        pass
+        self.rounds = rounds
 
     def needs_probs(self, request: RunnerRequest) -> bool:
         return not request.req_id.endswith("1")
 
     def sample_drafts(
-        self, logits: torch.Tensor, requests: Sequence[RunnerRequest], num_drafted: int
+        self, logits: torch.Tensor, num_drafted: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        requests = self.rounds[num_drafted]
         assert logits.shape == (len(requests), VOCAB)
         wrong = torch.tensor([self.errs(request, num_drafted) for request in requests])
         tokens = (logits.argmax(dim=-1) + wrong) % VOCAB
@@ -222,7 +223,7 @@ def make_world(
 
 def run(world: World) -> None:
     world.run()
-    assert world.proposer.inner._followers == {} and world.proposer.inner._probs == {}
+    assert world.proposer.inner._followers == {}
 
 
 # -- how much it is fed

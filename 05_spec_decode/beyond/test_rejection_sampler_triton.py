@@ -33,8 +33,8 @@ from test_rejection_sampler import (  # noqa: F401  the tests get this file's `r
     DraftedRequests,
     VerificationRules,
     random_requests,
-    test_both_layouts_of_drafts_agree_with_a_loop,
     test_impossible_tokens_stay_out,
+    test_matching_agrees_with_a_loop,
     test_nan_of_one_request_stays_with_it,
     test_runs_are_those_of_a_loop_over_one_request,
 )
@@ -56,9 +56,6 @@ def rules(device: torch.device) -> VerificationRules:
         return VerifiedTokens(verified.token_ids.cpu(), verified.num_sampled.cpu())
 
     def match(sampled, drafts, cu_num_logits, width) -> tuple[torch.Tensor, torch.Tensor]:
-        if len(drafts) == len(sampled):  # of those that are fed, a request's first is no draft
-            rows = torch.arange(len(drafts))
-            drafts = drafts[~torch.isin(rows, cu_num_logits[:-1])]
         arguments = on(device, [sampled, drafts, cu_num_logits, width])
         token_ids, num_sampled = rejection_sampling_batched_triton(*arguments)
         return token_ids.cpu(), num_sampled.cpu()

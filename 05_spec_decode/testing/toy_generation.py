@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from acceptance import SpecDecodeStats
-from request import require
-from spec_decode import LanguageModel, check_context, sample_token, speculative_decode_step
+from spec_decode import LanguageModel, sample_token, speculative_decode_step
 
 
 def speculative_generate(
@@ -25,7 +24,6 @@ def speculative_generate(
 ) -> tuple[list[int], SpecDecodeStats]:
     """Generate the next `num_tokens` tokens. The last step proposes only as many as it could
     emit."""
-    require(num_tokens >= 0, "num_tokens", num_tokens, ">= 0")
     tokens: list[int] = []
     stats = SpecDecodeStats()
     while len(tokens) < num_tokens:
@@ -35,7 +33,7 @@ def speculative_generate(
             target_model, draft_model, context, num_drafts, temperature, generator, rule=rule
         )
         tokens += new_tokens
-        stats += step
+        stats.observe(num_drafts, step.num_accepted)
     return tokens, stats
 
 
@@ -44,8 +42,6 @@ def plain_generate(
 ) -> list[int]:
     """Generate without draft tokens: one pass, one token. Other arguments as in
     `sample_token`."""
-    check_context(context_ids)
-    require(num_tokens >= 0, "num_tokens", num_tokens, ">= 0")
     tokens: list[int] = []
     while len(tokens) < num_tokens:
         logits = model.get_logits([*context_ids, *tokens])[-1]

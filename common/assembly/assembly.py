@@ -21,8 +21,7 @@ around this runner or around that of other processes (`parallel/remote.py`).
     prefix cache       3      PrefixCacheLocal or RadixCache
     chunks           4, 6     Unchunked; ChunkedPrefill or AdaptiveChunks
     scheduler        1 to 4   CachingFCFSScheduler; Scheduler or PrefillFirstScheduler with a policy
-    the loop           1      EngineCore; with several steps in flight an OverlappedEngineCore or a
-                              PipelinedEngineCore
+    the loop           1      EngineCore; an OverlappedEngineCore with several steps in flight
 
 Nothing is implemented here. Every function takes what it needs and returns a part. To turn a
 chapter off, a plain part takes its role, and no output token changes. A part that is not chosen is
@@ -34,37 +33,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from base_scheduler import BaseScheduler
 from batch_layout import compose_in_order
 from block_pool import BlockPool
-from common.engine_config import (
-    ATTENTION_BACKENDS,
-    LAZY_PLUGINS,
-    PREFIX_CACHES,
-    PROPOSERS,
-    SCHEDULERS,
-    SHIPPED_CHECKPOINT,
-    SHIPPED_DRAFT,
-    EngineConfig,
-    LearnsDurations,
-)
+from chunk_policy import ChunkedPrefill
+from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT, EngineConfig, LearnsDurations
 from common.models.layer_groups import deal_layers
 from common.models.linear import OneDnnProduct, Packing, linear_layers, reason_not_packed
 from common.models.loader import LoadedModel, load_model, read_checkpoint
 from common.models.regions.regions import Regions
 from common.requests.tokenizer import Tokenizer, load_tokenizer
 from common.runner.batch_state import BatchState
-from common.runner.kv_sizing import NO_PEERS, KVDemand, Peers, allocate_kv_cache, make_kv_cache
+from common.runner.kv_sizing import NO_PEERS, Peers, allocate_kv_cache, make_kv_cache
 from common.runner.model_runner import Compose, PagedModelRunner
 from common.runner.thread_count import set_threads
-from common.sampling.runner_plugin import PluginContext, RunnerPlugin
+from common.sampling.runner_plugin import RunnerPlugin
 from common.sampling.sampler import Sampler
 from common.sampling.sampling_columns import SamplingColumns
 from engine_core import EngineCore
@@ -72,6 +61,7 @@ from kv_memory import UncachedKVCacheManager
 from paged_attention import AttentionBackend, PagedKVCache, TorchAttentionBackend
 from policies import POLICIES, SchedulePolicy, get_policy
 from prefix_cache import PrefixCache
+from request import require
 from scheduler_interface import ModelRunner
 from step_record import StepRecord
 
@@ -85,7 +75,6 @@ if TYPE_CHECKING:
     from common.models.model import DecoderModel
     from common.models.model_config import ModelConfig
     from common.requests.output_processor import OutputProcessor
-    from common.runner.graph_maker import GraphMaker
     from common.runner.overlap import OverlappedEngineCore, QueuedRunner
     from draft_plugin import DraftPlugin
     from kv_connector import KVBlockIO, KVConnector
@@ -104,7 +93,7 @@ def load_runner(
     loaded: LoadedModel | None,
     draft: LoadedModel | None,
     tokenizer: Tokenizer | None,
-) -> tuple[RunnerParts, Tokenizer | None]:
+) -> RunnerParts:
     """Load the models that are not given, and make the runner of this process. Raises
     `ValueError` if the model or the available memory does not allow the configuration."""
     if loaded is None:
@@ -121,8 +110,9 @@ def load_runner(
     device = loaded.model.embed_weight.device
     put_threads_back = set_threads(config.num_threads, loaded.model.num_parameters, device)
     try:
-        runner = make_runner(config, loaded, draft, limits, tokenizer=tokenizer)
-        return replace(runner, close=put_threads_back), tokenizer
+        return make_runner(
+            config, loaded, draft, limits, tokenizer=tokenizer, close=put_threads_back
+        )
     except BaseException:
         put_threads_back()
         raise
@@ -131,14 +121,21 @@ def load_runner(
 def load_draft(
     config: EngineConfig, target: LoadedModel, draft: LoadedModel | None = None
 ) -> LoadedModel | None:
-    """Return `draft`, or load the draft model that `config` names, or None if it names none."""
+    """Return `draft`, or load the draft model that `config` names, or None if it names none. Raises
+    `ValueError` if its vocabulary size differs from the target's."""
     spec_config = config.speculation
-    weight = target.model.embed_weight
     if spec_config is None or spec_config.method != "draft":
         return None
-    path = spec_config.model or SHIPPED_DRAFT
-    packing = partial(packing_of, config)
-    return draft or load_model(path, weight.dtype, weight.device, packing_of=packing)
+    if draft is None:
+        weight = target.model.embed_weight
+        packing = partial(packing_of, config)
+        path = spec_config.model or SHIPPED_DRAFT
+        draft = load_model(path, weight.dtype, weight.device, packing_of=packing)
+    vocab_size = draft.config.vocab_size
+    allowed = f"the target's vocabulary of {target.config.vocab_size} tokens"
+    is_same = vocab_size == target.config.vocab_size
+    require(is_same, "model of speculative", vocab_size, allowed)
+    return draft
 
 
 # -- the half that computes: a runner and its parts, each made from those above it
@@ -147,42 +144,22 @@ def load_draft(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerParts:
     """The runner, in this process or in others, and what the planning half needs to know of it.
-    `vocab_size` counts the tokens that can be sampled, without padding lanes. `block_io` gives
-    access to KV blocks and returns everything that their bytes depend on besides tokens, which
-    takes time."""
+    `block_io` gives access to KV blocks and returns everything that their bytes depend on besides
+    tokens, which takes time."""
 
     runner: ModelRunner
     model_config: ModelConfig
     num_parameters: int
     device: torch.device
     dtype: torch.dtype
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]  # every id that ends a text
-    kv_cache: KVCacheSize
+    limits: Limits
+    tokenizer: Tokenizer | None
+    kv_cache: Any  # `num_blocks`, `kv_bytes_per_block`; in this process, a PagedKVCache
     block_io: Callable[[], tuple[KVBlockIO, Namespace]]
     is_queued: bool  # `execute` returns when a step has started
     num_lookahead_tokens: int | None = None  # None: no draft tokens
     adapters: AdapterLoader | None = None  # None: no adapters
-    close: Callable[[], None] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalRunnerParts(RunnerParts):
-    """The same, of a runner in this process."""
-
-    kv_cache: PagedKVCache
-    adapters: AdapterSlots | None = None
-
-
-class KVCacheSize(Protocol):
-    """The KV tensors' size, as the scheduler's side sees it."""
-
-    @property
-    def num_blocks(self) -> int: ...
-
-    @property
-    def kv_bytes_per_block(self) -> int: ...
+    close: Callable[[], object] = int  # nothing to close
 
 
 def make_runner(
@@ -193,15 +170,15 @@ def make_runner(
     *,
     tokenizer: Tokenizer | None = None,
     peers: Peers = NO_PEERS,
-) -> LocalRunnerParts:
+    close: Callable[[], object] = int,
+) -> RunnerParts:
     """Make the runner of this process. A worker has no `tokenizer` (plugins read the
     checkpoint's)."""
     model = loaded.model
+    is_last_stage = model.collectives.ranks.is_last_stage
 
     # The models: groups of layers with a block table each, attention, adapters, kernels.
     model.group_layers(limits.max_model_len)
-    if draft is not None and draft.model is not model:  # the longest context it drafts for
-        draft.model.group_layers(draft.config.num_unhidden)
     attention = make_attention(config, loaded)
     adapters: AdapterSlots | None = None
     if config.takes_adapters:
@@ -210,141 +187,114 @@ def make_runner(
         adapters = AdapterSlots(model, config.max_adapters, config.max_lora_rank)
     prepare_model(config, loaded, is_triton=attention.is_triton)
     if draft is not None and draft.model is not model:
+        draft.model.group_layers(draft.config.num_unhidden)  # the longest context it drafts for
         set_regions(draft.model, is_compiled=False, is_triton=attention.is_triton)
         pack_weights(config, draft.model)
 
-    # KV tensors, in the memory that everything else leaves: adapters, the sampler, graphs.
-    make_graphs: GraphMaker | None = None
-    if config.wants_graphs(model.embed_weight.device):
-        from common.runner.graph_maker import GraphMaker
+    def make_over(kv_cache: PagedKVCache) -> RunnerParts:
+        """Make the runner over KV tensors, with a state, a sampler and graphs of its own."""
+        state = make_state(config, loaded, limits, adapters=adapters, tokenizer=tokenizer)
+        proposer: Proposer | None = None
+        if is_last_stage and config.speculation is not None:
+            proposer = make_proposer(
+                config, draft, limits, state=state, kv_cache=kv_cache, backend=attention.backend
+            )
+        sampler = Sampler(limits.vocab_size)
+        if not is_last_stage:
+            from common.runner.stage import NoSampler
 
-        make_graphs = GraphMaker.of(
-            config,
-            model,
+            sampler = NoSampler(limits.vocab_size)
+        elif proposer is not None:
+            sampler = make_verifier(limits.vocab_size, proposer, attention.is_triton)
+        make_paged = PagedModelRunner
+        if config.pipeline_parallel_size > 1:
+            from common.runner.stage import StageRunner
+
+            make_paged = StageRunner
+        elif config.wants_graphs(model.embed_weight.device):
+            from common.runner.graph_maker import make_graphs
+            from common.runner.graphs import GraphRunner
+
+            graphs = make_graphs(
+                config,
+                model,
+                kv_cache,
+                backend=attention.backend,
+                is_triton=attention.is_triton,
+                max_model_len=limits.max_model_len,
+                part=adapters,
+            )
+            if graphs is not None:
+                make_paged = partial(GraphRunner, graphs=graphs)
+        runner = paged = make_paged(
+            model=model,
+            kv_cache=kv_cache,
             backend=attention.backend,
-            is_triton=attention.is_triton,
-            max_model_len=limits.max_model_len,
-            parts=[] if adapters is None else [adapters],
+            state=state,
+            sampler=sampler,
+            compose=attention.compose,
+            shuffle_seed=config.seed if config.shuffle_batch else None,
         )
-    over = partial(
-        make_runner_over,
-        config=config,
-        loaded=loaded,
-        draft=draft,
-        limits=limits,
-        attention=attention,
-        adapters=adapters,
-        make_graphs=make_graphs,
-        tokenizer=tokenizer,
-    )
-    demand = KVDemand(
-        config=config,
-        loaded=loaded,
+        if proposer is not None:
+            from speculating_runner import SpeculatingRunner
+
+            runner = SpeculatingRunner(paged, proposer, state, state.num_possible)
+        return RunnerParts(
+            runner=runner,
+            model_config=loaded.config,
+            num_parameters=model.num_parameters,
+            device=paged.device,
+            dtype=model.embed_weight.dtype,
+            limits=limits,
+            tokenizer=tokenizer,
+            kv_cache=kv_cache,
+            block_io=partial(make_block_io, config, loaded, kv_cache),
+            is_queued=paged.device.type != "cpu",  # by the device
+            num_lookahead_tokens=None if proposer is None else proposer.num_lookahead_tokens,
+            adapters=adapters,
+            close=close,
+        )
+
+    # KV tensors, in the memory that everything else leaves: adapters, the sampler, graphs.
+    kv_cache = make_kv_cache(
+        config,
+        loaded,
         draft=draft,
         max_model_len=limits.max_model_len,
         vocab_size=limits.vocab_size,
-        make_runner=lambda kv_cache: over(kv_cache).runner,  # on trial, to measure its memory
+        make_runner=lambda kv_cache: make_over(kv_cache).runner,  # on trial
         kind=attention.kv_cache_kind,
+        peers=peers,
     )
-    return over(make_kv_cache(demand, peers))
+    return make_over(kv_cache)
 
 
-def make_runner_over(
-    kv_cache: PagedKVCache,
-    *,
+def make_state(
     config: EngineConfig,
     loaded: LoadedModel,
-    draft: LoadedModel | None,
     limits: Limits,
-    attention: Attention,
+    *,
     adapters: AdapterSlots | None,
-    make_graphs: GraphMaker | None,
     tokenizer: Tokenizer | None,
-) -> LocalRunnerParts:
-    """Make the runner over KV tensors, with a state, a sampler and graphs of its own."""
-    model = loaded.model
-    is_last_stage = model.collectives.ranks.is_last_stage
-
-    # The runner's copy of the requests, with its plugins in order. Those of `LAZY_PLUGINS` are made
-    # when the first request has their feature; they need logits, which the last stage has.
+) -> BatchState:
+    """Make the runner's copy of the requests, with its plugins in order. Those of `late` are made
+    when the first request has their feature; they need logits, which the last stage has."""
     plugins: list[RunnerPlugin] = []
     if adapters is not None:
         from common.features.adapters.adapter_columns import AdapterColumns
 
         plugins.append(AdapterColumns(adapters))
-    context = PluginContext(
-        tokenizer=tokenizer,
-        path=loaded.path,
-        vocab_size=limits.vocab_size,
-        eos_token_ids=limits.eos_token_ids,
-    )
-    late = {name: partial(make_lazily, path, context) for name, path in LAZY_PLUGINS.items()}
-    state = BatchState(
+    late: dict[str, Callable[[], RunnerPlugin]] = {}
+    if loaded.model.collectives.ranks.is_last_stage:
+        late["prompt_logprobs"] = partial(make_prompt_logprobs, limits)
+        late["grammar"] = partial(make_grammar_masks, loaded, tokenizer, limits)
+    return BatchState(
         config.max_num_seqs,
         -(-limits.max_model_len // config.block_size),
         SamplingColumns(eos_token_ids=limits.eos_token_ids),
         plugins,
-        model.num_groups,
-        late if is_last_stage else {},
-    )
-
-    # What proposes and samples tokens.
-    proposer: Proposer | None = None
-    if is_last_stage and config.speculation is not None:
-        proposer = make_proposer(
-            config,
-            draft,
-            state,
-            kv_cache=kv_cache,
-            backend=attention.backend,
-            limits=limits,
-            target_vocab_size=loaded.config.vocab_size,
-        )
-    sampler = Sampler(limits.vocab_size)
-    if not is_last_stage:
-        from common.runner.stage import NoSampler
-
-        sampler = NoSampler(limits.vocab_size)
-    elif proposer is not None:
-        sampler = make_verifier(limits.vocab_size, proposer, attention.is_triton)
-
-    # The runner, and the one around it that speculates.
-    make_paged = PagedModelRunner
-    if config.pipeline_parallel_size > 1:
-        from common.runner.stage import StageRunner
-
-        make_paged = StageRunner
-    elif make_graphs is not None and (graphs := make_graphs(kv_cache)) is not None:
-        from common.runner.graphs import GraphRunner
-
-        make_paged = partial(GraphRunner, graphs=graphs)
-    runner = paged = make_paged(
-        model=model,
-        kv_cache=kv_cache,
-        backend=attention.backend,
-        state=state,
-        sampler=sampler,
-        compose=attention.compose,
-        shuffle_seed=config.seed if config.shuffle_batch else None,
-    )
-    if proposer is not None:
-        from speculating_runner import SpeculatingRunner
-
-        runner = SpeculatingRunner(paged, proposer, state, state.num_possible)
-    return LocalRunnerParts(
-        runner=runner,
-        model_config=loaded.config,
-        num_parameters=model.num_parameters,
-        device=paged.device,
-        dtype=model.embed_weight.dtype,
-        max_model_len=limits.max_model_len,
-        vocab_size=limits.vocab_size,
-        eos_token_ids=limits.eos_token_ids,
-        kv_cache=kv_cache,
-        block_io=partial(make_block_io, config, loaded, kv_cache),
-        is_queued=paged.device.type != "cpu",  # by the device
-        num_lookahead_tokens=None if proposer is None else proposer.num_lookahead_tokens,
-        adapters=adapters,
+        loaded.model.num_groups,
+        late,
     )
 
 
@@ -369,10 +319,8 @@ def find_limits(
     configuration."""
     longest = model.config.max_position_embeddings
     max_model_len = config.max_model_len or longest
-    if max_model_len > longest:
-        raise ValueError(
-            f"max_model_len must be <= {longest}, the model's maximum, got {max_model_len}"
-        )
+    allowed = f"<= {longest}, the model's maximum"
+    require(max_model_len <= longest, "max_model_len", max_model_len, allowed)
     check_windows(config, deal_layers(model.config.layer_windows or (None,), max_model_len))
     vocab_size = model.config.vocab_size
     ends = list(model.generation_eos_token_ids)
@@ -405,13 +353,6 @@ def check_windows(config: EngineConfig, groups: LayerGroups) -> None:
                 f"{name} is not supported for layers with a window; set max_model_len={window}, "
                 "with which no layer has one"
             )
-    logger.info(
-        "%d groups of layers have block tables of their own; of %d places for a layer %d are "
-        "unused",
-        len(groups.windows),
-        len(groups.windows) * groups.num_tensors,
-        groups.num_unused,
-    )
 
 
 # -- attention
@@ -435,64 +376,53 @@ def make_attention(config: EngineConfig, loaded: LoadedModel) -> Attention:
     Raises `RuntimeError` if Triton is requested by name and cannot run here, and `ValueError` if
     its kernels do not support this dtype or head_dim."""
     name = config.attention_backend
-    is_mixed = config.cuts_prompts
+    model = loaded.model
+    device = model.embed_weight.device
     compose = compose_in_order
-    device = loaded.model.embed_weight.device
-    if is_mixed:
+    if config.cuts_prompts:
         from mixed_batch import compose as compose_mixed
 
         compose = partial(compose_mixed, decode_threshold=config.num_rows_per_request)
-    if has_windows := loaded.model.groups.have_windows:
-        from window_attention import WindowBackend, compose_windows
+    if model.groups.have_windows:
+        from window_attention import compose_windows
 
-        compose = partial(compose_windows, compose, loaded.model.groups.windows)
+        compose = partial(compose_windows, compose, model.groups.windows)
     if config.batch_invariant:
         from invariant_attention import InvariantAttentionBackend
 
         return Attention(InvariantAttentionBackend(), compose)
-    if config.compile is True and name not in ("auto", "torch"):
-        logger.warning('compile=True does not compile attention: attention_backend is not "torch"')
-    if not isinstance(name, str):
-        return Attention(WindowBackend(name) if has_windows else name, compose)
-    if name == "auto":
-        name = "triton" if device.type == "cuda" else "torch"
-    if name == "triton":
+    if name == "triton" or (name == "auto" and device.type == "cuda"):
+        from paged_attention_triton import TritonAttentionBackend
+
         try:
-            backend = resolve_name(ATTENTION_BACKENDS[name][is_mixed])()
-            backend.check(loaded.model.embed_weight.dtype, loaded.config.head_dim)
+            backend = TritonAttentionBackend()
+            backend.check(model.embed_weight.dtype, loaded.config.head_dim)
             return Attention(backend, compose, True)
         except (RuntimeError, ValueError) as error:
-            if config.attention_backend == "triton":
+            if name == "triton":
                 raise
             logger.warning("attention falls back from Triton to PyTorch: %s", error)
-            name = "torch"
-    backend = resolve_name(ATTENTION_BACKENDS[name][is_mixed])()
-    if has_windows and not isinstance(backend, TorchAttentionBackend):
-        backend = WindowBackend(backend)
-    attention = Attention(backend, compose)
-    if name == "torch" and config.wants_compiled(loaded.model.num_parameters, device):
-        return make_compiled_attention(config, loaded, attention)
-    return attention
+    if not isinstance(name, str):
+        backend = name
+        if model.groups.have_windows:
+            from window_attention import WindowBackend
 
+            backend = WindowBackend(backend)
+        return Attention(backend, compose)
+    backend = TorchAttentionBackend()
+    if config.cuts_prompts:
+        from mixed_attention import MixedAttentionBackend
 
-def make_compiled_attention(
-    config: EngineConfig, loaded: LoadedModel, attention: Attention
-) -> Attention:
-    """Return attention whose short queries are compiled, or the given one, after a warning, if
-    nothing can be compiled."""
-    if loaded.model.embed_weight.device.type != "cpu":
-        logger.warning("compile=True has no effect: only attention on a CPU is compiled")
-        return attention
+        backend = MixedAttentionBackend()
+    if not config.wants_compiled(model.num_parameters, device):
+        return Attention(backend, compose)
     from compiled_attention import CompiledAttentionBackend, HeadMajorKVCache
 
-    others = attention.backend
-    num_heads = loaded.model.num_heads
-    assert isinstance(others, TorchAttentionBackend)
     few_blocks = allocate_kv_cache(loaded, 3, config.block_size, HeadMajorKVCache)
-    compiled = CompiledAttentionBackend.compiled_for(num_heads, few_blocks, others)
+    compiled = CompiledAttentionBackend.compiled_for(model.num_heads, few_blocks, backend)
     if compiled is None:
-        return attention
-    return replace(attention, backend=compiled, kv_cache_kind=HeadMajorKVCache)
+        return Attention(backend, compose)
+    return Attention(compiled, compose, kv_cache_kind=HeadMajorKVCache)
 
 
 # -- the models, before they are used: adapters' places, regions, packing, kernels
@@ -527,7 +457,7 @@ def set_regions(model: DecoderModel, is_compiled: bool, is_triton: bool = False)
         from common.models.regions.kernel_regions import KernelRegions
 
         regions = KernelRegions()
-    elif is_compiled and weight.device.type == "cpu":
+    elif is_compiled:
         from common.models.regions.compiled_regions import compile_regions  # imports the compiler
 
         regions = compile_regions(model)
@@ -556,16 +486,13 @@ def packing_of(
 
 def pack_weights(config: EngineConfig, model: DecoderModel) -> None:
     """Pack the matrices that are not packed yet."""
-    if not config.pack_weights:
+    if all(matrix.packed for matrix in linear_layers(model)):
         return
-    matrices = list(linear_layers(model))
-    if not all(matrix.packed for matrix in matrices):
-        if (packing := packing_of(config, model)) is not None:
-            model.pack_weights(packing)
-        else:
-            weight = model.embed_weight
-            reason = reason_not_packed(weight.dtype, weight.device)
-            logger.info("weights are not packed: %s", reason)
+    if (packing := packing_of(config, model)) is not None:
+        model.pack_weights(packing)
+    elif config.pack_weights:
+        weight = model.embed_weight
+        logger.info("weights are not packed: %s", reason_not_packed(weight.dtype, weight.device))
 
 
 # -- KV tensors
@@ -595,46 +522,55 @@ def kv_namespace(loaded: LoadedModel, kv_cache: PagedKVCache) -> tuple[tuple[str
 # -- the runner, its sampler and its draft tokens
 
 
-def make_lazily(path: str, context: PluginContext) -> RunnerPlugin:
-    return resolve_name(path)(context)
+def make_prompt_logprobs(limits: Limits) -> RunnerPlugin:
+    from common.sampling.prompt_logprobs import PromptLogprobs
+
+    return PromptLogprobs(limits.vocab_size)
+
+
+def make_grammar_masks(
+    loaded: LoadedModel, tokenizer: Tokenizer | None, limits: Limits
+) -> RunnerPlugin:
+    from common.features.grammars.grammar_masks import GrammarMasks
+    from common.features.grammars.vocabulary import Vocabulary
+
+    if tokenizer is None:  # of a worker
+        assert loaded.path is not None
+        tokenizer = load_tokenizer(loaded.path)
+    return GrammarMasks(Vocabulary.of(tokenizer, limits.vocab_size, limits.eos_token_ids))
 
 
 def make_proposer(
     config: EngineConfig,
     draft: LoadedModel | None,
-    state: BatchState,
+    limits: Limits,
     *,
+    state: BatchState,
     kv_cache: PagedKVCache,
     backend: AttentionBackend,
-    limits: Limits,
-    target_vocab_size: int,
 ) -> Proposer:
-    """Make the proposer of draft tokens. Raises `ValueError` if the draft model's vocabulary size
-    differs from the target's."""
+    """Make the proposer of draft tokens."""
     spec_config = config.speculation
     assert spec_config is not None
+    num_tokens = spec_config.num_spec_tokens
     if not isinstance(spec_config.method, str):
         return spec_config.method
-    make = resolve_name(PROPOSERS[spec_config.method])
-    num_tokens = spec_config.num_spec_tokens
     if spec_config.method == "ngram":
-        return make(num_tokens, spec_config.max_ngram, spec_config.min_ngram)
-    from common.sampling.speculative_sampler import ConstrainedDrafts
+        from proposers import NgramProposer
 
+        return NgramProposer(num_tokens, spec_config.max_ngram, spec_config.min_ngram)
     assert draft is not None
-    if draft.config.vocab_size != target_vocab_size:
-        raise ValueError(
-            "model of speculative must have the target's vocabulary of "
-            f"{target_vocab_size} tokens, got {draft.config.vocab_size}"
-        )
-    return make(
+    from common.sampling.speculative_sampler import ConstrainedDrafts
+    from draft_model_proposer import DraftModelProposer
+
+    return DraftModelProposer(
         draft.model,
         allocate_kv_cache(draft, kv_cache.num_blocks, kv_cache.block_size),
         backend,
         state,
         num_tokens,
         max_model_len=min(limits.max_model_len, draft.config.num_unhidden),
-        sampler=ConstrainedDrafts(Sampler(limits.vocab_size), state.sampling, state),
+        sampler=ConstrainedDrafts(Sampler(limits.vocab_size), state),
     )
 
 
@@ -708,7 +644,7 @@ def make_engine_parts(
     scheduler = make_scheduler(
         config,
         kv_memory=kv_memory,
-        max_model_len=runner.max_model_len,
+        max_model_len=runner.limits.max_model_len,
         chunk_policy=chunk_policy,
         plugins=plugins,
     )
@@ -723,18 +659,12 @@ def make_engine_parts(
     multi_step_core: OverlappedEngineCore | None = None
     if queued_runner is not None:
         assert in_flight_plans is not None
-        num_stages = config.pipeline_parallel_size
-        if num_stages > 1:
-            from common.runner.pipeline import PipelinedEngineCore
+        from common.runner.overlap import OverlappedEngineCore
 
-            multi_step_core = PipelinedEngineCore(
-                scheduler, queued_runner, in_flight_plans, num_stages
-            )
-        else:
-            from common.runner.overlap import OverlappedEngineCore
-
-            multi_step_core = OverlappedEngineCore(scheduler, queued_runner, in_flight_plans)
-        core = multi_step_core
+        num_in_flight = max(2, config.pipeline_parallel_size)
+        core = multi_step_core = OverlappedEngineCore(
+            scheduler, queued_runner, in_flight_plans, num_in_flight
+        )
 
     # The adapters' names, which requests use.
     adapters: AdapterNames | None = None
@@ -765,11 +695,6 @@ def make_in_flight_plugin(
     """Make the plugin for several steps in flight, or None if each step ends before the next one is
     planned. If `overlap_scheduling` is requested but not possible, logs a warning."""
     if config.pipeline_parallel_size > 1:
-        if config.overlap_scheduling is True:
-            logger.warning(
-                "overlap_scheduling has no effect with pipeline_parallel_size: each stage has a "
-                "step in flight anyway, and no step is planned after a token that is not known"
-            )
         from pipeline_plugin import PipelinePlugin
 
         return PipelinePlugin(config.pipeline_parallel_size)
@@ -818,7 +743,7 @@ def make_kv_memory(
 ) -> UncachedKVCacheManager | CachedKVCacheManager:
     pool = BlockPool(runner.kv_cache.num_blocks)
     block_size = config.block_size
-    groups = deal_layers(runner.model_config.layer_windows or (None,), runner.max_model_len)
+    groups = deal_layers(runner.model_config.layer_windows or (None,), runner.limits.max_model_len)
     if groups.have_windows:
         from cached_grouped_memory import CachedGroupedMemory
         from grouped_kv_memory import GroupedKVMemory
@@ -842,17 +767,18 @@ def make_cache(config: EngineConfig, pool: BlockPool, listener: CacheListener | 
     """Make the prefix cache. Raises `ValueError` if a user's function ignores the engine's pool."""
     kind = config.prefix_cache
     block_size = config.block_size
-    if isinstance(kind, str):
-        size = {"page_size" if kind == "radix" else "block_size": block_size}
-        return resolve_name(PREFIX_CACHES[kind])(pool=pool, listener=listener, **size)
+    if kind == "hash":
+        from prefix_cache_local import PrefixCacheLocal
+
+        return PrefixCacheLocal(pool=pool, block_size=block_size, listener=listener)
+    if kind == "radix":
+        from radix_cache import RadixCache
+
+        return RadixCache(pool=pool, page_size=block_size, listener=listener)
     assert kind is not None
     cache = kind(pool=pool, block_size=block_size, listener=listener)
     is_ours = isinstance(cache, PrefixCache) and cache.pool is pool
-    if not is_ours or cache.block_size != block_size or cache.listener is not listener:
-        raise ValueError(
-            "prefix_cache must make a PrefixCache over the given pool, block_size and listener, "
-            f"got {cache!r}"
-        )
+    require(is_ours, "prefix_cache", cache, "a function that makes a PrefixCache over the pool")
     return cache
 
 
@@ -866,19 +792,14 @@ def make_chunk_policy(config: EngineConfig) -> ChunkPolicy | None:
         return config.chunked_prefill
     if not config.cuts_prompts:
         return None
-    threshold = None if config.scheduler == "prefill_first" else config.chunk_size
-    if config.target_step_ms is None:
-        from chunk_policy import ChunkedPrefill
+    make = ChunkedPrefill
+    if config.target_step_ms is not None:
+        from adaptive_chunks import AdaptiveChunks
 
-        return ChunkedPrefill(
-            long_prefill_token_threshold=threshold,
-            max_long_partial_prefills=config.max_long_partial_prefills,
-        )
-    from adaptive_chunks import AdaptiveChunks
-
-    return AdaptiveChunks(
-        target_step_ms=config.target_step_ms,
-        long_prefill_token_threshold=threshold,
+        make = partial(AdaptiveChunks, target_step_ms=config.target_step_ms)
+    is_batch_limit = config.scheduler == "prefill_first"
+    return make(
+        long_prefill_token_threshold=None if is_batch_limit else config.chunk_size,
         max_long_partial_prefills=config.max_long_partial_prefills,
     )
 
@@ -892,9 +813,9 @@ def make_policy(
         return policy
     if policy in POLICIES:
         return get_policy(policy)()
-    from sglang_policies import policy_over
+    from sglang_policies import policy_by_name
 
-    return policy_over(kv_memory, policy, config.seed)
+    return policy_by_name(policy, kv_memory, config.seed)
 
 
 def make_draft_plugin(
@@ -946,37 +867,35 @@ def make_scheduler(
 ) -> BaseScheduler:
     """Make the scheduler. Raises `ValueError` if a user's function returns an unsuitable one."""
     kind = config.scheduler
-    make = resolve_name(SCHEDULERS[kind]) if isinstance(kind, str) else kind
-    make = partial(
-        make,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=max_model_len,
-        kv_memory=kv_memory,
-        plugins=plugins,
-    )
+    sizes = {
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "max_model_len": max_model_len,
+        "kv_memory": kv_memory,
+        "plugins": plugins,
+    }
     if kind == "fcfs":
-        return make()
-    make = partial(
-        make,
-        policy=make_policy(config, kv_memory),
-        chunk_policy=chunk_policy,
-        shuffle_waiting=config.shuffle_waiting,
-        seed=config.seed,
-    )
+        from caching_fcfs_scheduler import CachingFCFSScheduler
+
+        return CachingFCFSScheduler(**sizes)
+    order = {"policy": make_policy(config, kv_memory), "chunk_policy": chunk_policy}
     if kind == "two_phase":
-        return make(watermark=config.watermark)
+        from scheduler import Scheduler
+
+        return Scheduler(**sizes, **order, watermark=config.watermark)
     if kind == "prefill_first":
+        from prefill_first_scheduler import PrefillFirstScheduler
+
         size = config.chunk_size or config.max_num_batched_tokens
-        return make(
-            mixing=config.mixing, chunked_prefill_size=size if config.cuts_prompts else None
+        size = size if config.cuts_prompts else None
+        return PrefillFirstScheduler(
+            **sizes, **order, mixing=config.mixing, chunked_prefill_size=size
         )
-    scheduler = make()
+    scheduler = kind(**sizes, **order)
     is_ours = getattr(scheduler, "kv_memory", None) is kv_memory
-    if not is_ours or not isinstance(scheduler, BaseScheduler):
-        raise ValueError(
-            f"scheduler must make a BaseScheduler over the given kv_memory, got {scheduler!r}"
-        )
+    is_ours = is_ours and isinstance(scheduler, BaseScheduler)
+    allowed = "a function that makes a BaseScheduler over the given kv_memory"
+    require(is_ours, "scheduler", scheduler, allowed)
     return scheduler
 
 

@@ -4,7 +4,7 @@ import pytest
 import tokenizers
 
 from common.conftest import draft
-from common.requests.tokenizer import Tokenizer, _byte_alphabet
+from common.requests.tokenizer import Tokenizer, byte_alphabet
 from common.tests.engine_oracle import Oracle
 from common.tests.film_runs import Workshop, short_prompts
 
@@ -14,7 +14,7 @@ __all__ = ["draft", "letters", "workshop"]  # taken from here by the workshop's 
 @pytest.fixture(scope="session")
 def letters() -> Tokenizer:
     """97 tokens of one byte each: letters, and pieces of characters of two and three bytes."""
-    alphabet = {byte: char for char, byte in _byte_alphabet().items()}
+    alphabet = {byte: char for char, byte in byte_alphabet().items()}
     data = [*b"abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ.,:;()[]0123456789"]
     data += [byte for byte in range(128, 256)][: 97 - len(data)]
     vocabulary = {alphabet[byte]: i for i, byte in enumerate(data)}

@@ -31,6 +31,7 @@ def read_frame(
     cache-aware policy cannot be asked for."""
     by_id = {request.request_id: request for request in requests}
     pool = memory.pool
+    cached.read(memory.cache)
     return {
         "waiting": list(waiting),
         "running": list(scheduler.running),
@@ -39,8 +40,8 @@ def read_frame(
         "tables": {name: tables for name in by_id if (tables := tables_of(memory, name))},
         "free": [block.block_id for block in pool.free_order()],
         "refs": {str(block.block_id): block.ref_cnt for block in pool.blocks if block.ref_cnt},
-        "cached": cached.read(memory),
-        "evictable": cached.evictable(),
+        "cached": cached.rows,
+        "evictable": cached.evictable,
         "loads": loads_of(memory),
     }
 
@@ -80,39 +81,34 @@ def plan_row(plan: SchedulerOutput, scheduler: BaseScheduler) -> dict[str, Any]:
 
 class CachedRows:
     """The rows of all cached blocks. A row is made once for each content, and is then the same
-    object in each frame."""
+    object in each frame; so are both results while the cache does not change."""
 
     def __init__(self) -> None:
+        self._num_changes = -1
         self._known: dict[str, tuple[CachedContent | GroupedBlock, dict[str, Any]]] = {}
+        self.rows: dict[str, dict[str, Any]] = {}  # by block
+        self.evictable: list[int] = []  # blocks that no request uses, the next victim first
 
-    def read(self, memory: UncachedKVCacheManager) -> dict[str, dict[str, Any]]:
-        """Return the rows by block: those in use, then the others in the order of eviction."""
+    def read(self, cache: PrefixCache | GroupedPrefixCache | None) -> None:
+        """Read the cache again, if it has changed. With groups no block is `evictable`, because the
+        free order is the order of eviction."""
+        if cache is None or cache.num_changes == self._num_changes:
+            return
+        self._num_changes = cache.num_changes
+        is_grouped = isinstance(cache, GroupedPrefixCache)
+        contents = cache.cached_prefixes() if is_grouped else cache.cached_contents()
         before = self._known
         self._known = {}
-        for content in _contents(memory.cache):
+        self.evictable = []
+        for content in contents:
             block = str(content.block.block_id)
             known = before.get(block)
             if known is None or (known[0] is not content and known[0] != content):
                 known = content, _cached_row(content)
             self._known[block] = known
-        return {block: row for block, (_, row) in self._known.items()}
-
-    def evictable(self) -> list[int]:
-        """Return the blocks of the last `read` that no request uses, the next victim first; with
-        groups none, because the free order is the order of eviction."""
-        return [
-            content.block.block_id
-            for content, _ in self._known.values()
-            if isinstance(content, CachedContent) and content.block.ref_cnt == 1
-        ]
-
-
-def _contents(
-    cache: PrefixCache | GroupedPrefixCache | None,
-) -> Iterable[CachedContent | GroupedBlock]:
-    if isinstance(cache, GroupedPrefixCache):
-        return cache.cached_prefixes()
-    return () if cache is None else cache.cached_contents()
+            if isinstance(content, CachedContent) and content.block.ref_cnt == 1:
+                self.evictable.append(content.block.block_id)
+        self.rows = {block: row for block, (_, row) in self._known.items()}
 
 
 def _cached_row(content: CachedContent | GroupedBlock) -> dict[str, Any]:

@@ -17,19 +17,16 @@ from __future__ import annotations
 import json
 import logging
 import time
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from base_scheduler import SchedulerPlugin
 from common.events.engine_frame import CachedRows, filled, label_of, plan_row, read_frame
-from common.events.frames import BY_REQUEST, Frame, diff, empty_frame
+from common.events.frames import Frame, diff, empty_frame
 from common.events.run_line import describe_run, open_file
 from common.events.text_deltas import TextDeltas
 from common.events.wait_reasons import WaitReasons
-from common.requests.engine_plugin import EnginePlugin
 from prefix_cache import extra_keys_of, normalise_extra_keys
 from request import Request
 from scheduler_interface import SchedulerOutput, StepOutput
@@ -49,16 +46,16 @@ class _KnownRequest:
     """A request that is in the last frame."""
 
     request: Request
+    texts: TextDeltas | None  # None: without a tokenizer
     row: dict[str, Any]  # what never changes
     num_tokens: int = 0  # outputs in the last frame
     pieces: list[str] = field(default_factory=list)  # their texts; a new list for each change
 
 
-class FrameRecorder(EnginePlugin):
+class FrameRecorder:
     """Records the engine that consists of `parts`. `members` are the sequences of its open
-    requests, whose texts are recorded, too. Raises what `open_file` or a user's part raises, and
-    then leaves the engine unchanged. The first write that fails is logged, and nothing is written
-    after it."""
+    requests, whose texts are recorded, too. Raises what `open_file` raises. The first write that
+    fails is logged, and nothing is written after it."""
 
     def __init__(
         self,
@@ -68,35 +65,29 @@ class FrameRecorder(EnginePlugin):
         members: Mapping[str, OutputProcessor],
         tokenizer: Tokenizer | None,
     ) -> None:
-        if isinstance(events, str | Path):
-            self._file = open_file(Path(events))
-            self._close = weakref.finalize(self, self._file.close)
-        else:
-            self._file = events  # the stream's owner closes it
-            self._close = events.flush
+        self._owns_file = isinstance(events, str | Path)
+        self._file = open_file(Path(events)) if isinstance(events, str | Path) else events
         self._has_failed = False
         self._start = time.monotonic()
         self._lines: list[dict[str, Any]] = []
         self._scheduler = parts.scheduler
         self._memory = memory = parts.kv_memory
         self._connector = parts.connector
-        self._texts = TextDeltas(members, tokenizer)
-        self._adapter_name = parts.adapters.name_of if parts.adapters else lambda digest: None
-        side = parts.runner
-        self._num_blocks = side.kv_cache.num_blocks
+        self._members = members
+        self._tokenizer = tokenizer
+        self._adapters = parts.adapters
         overlaps = parts.in_flight_plans is not None
         windows = getattr(memory, "windows", ())
-        run = describe_run(config, side, self._num_blocks, overlaps, windows)
+        self._num_blocks = parts.runner.kv_cache.num_blocks
+        run = describe_run(config, parts.runner, self._num_blocks, overlaps, windows)
         self.run_line = f"{_encode(run)}\n"
         self.reasons = WaitReasons(memory, self)
-        self._plan_end = _PlanEnd(self)
         self._frame = empty_frame(self._num_blocks)  # as of the last line
         self._cached = CachedRows()
         self._known: dict[str, _KnownRequest] = {}
         self._ended: dict[str, tuple[Request, float]] = {}  # since the last frame, and when
         self._has_arrivals = False
         self._num_requests = 0
-        self._num_from_store = 0
         core = parts.multi_step_core
         plans = [] if core is None else [step.plan for step in core.in_flight]
         self._plans = {
@@ -107,30 +98,23 @@ class FrameRecorder(EnginePlugin):
         self._in_step = False
         self._received: dict[str, Any] | None = None  # the result of a step that has not ended
         self._result: dict[str, Any] | None = None
-        self.is_in = False
-        try:
-            self.reasons.put_in(self._scheduler, self._plan_end)
-            self._put(self.run_line)
-            self._write("start")
-            self.flush()
-            self.is_in = True
-        except BaseException:
-            self.take_out()
-            raise
+        self.reasons.put_in(self._scheduler)
+        self.is_in = True
+        self._put(self.run_line)
+        self._write("start")
+        self.flush()
 
     def take_out(self) -> None:
         """Stop recording: restore the engine's parts and close the file."""
-        self.reasons.take_out(self._scheduler, self._plan_end)
-        is_in = self.is_in
+        self.reasons.take_out(self._scheduler)
         self.is_in = False
+        self._close_step()
+        self._catch_up()
+        self.flush()
         try:
-            if is_in:
-                self._close_step()
-                self._catch_up()
-                self.flush()
-            self._close()
-        except Exception:
-            logger.exception("cannot end the recorded run")
+            self._file.close() if self._owns_file else self._file.flush()
+        except OSError:
+            logger.exception("cannot close the recorded run")
 
     # -- frames
 
@@ -149,10 +133,6 @@ class FrameRecorder(EnginePlugin):
         before = dict(self._frame)
         if at != "start":
             _say_who_published(before, now)
-        for name, row in self._frame["requests"].items():
-            if now["requests"].get(name, row)["number"] != row["number"]:  # another request
-                for column in BY_REQUEST:
-                    before[column] = {n: value for n, value in before[column].items() if n != name}
         if changes := diff(before, now):
             if "result" in changes:
                 changes["result"] = [now["result"]]
@@ -183,83 +163,76 @@ class FrameRecorder(EnginePlugin):
             name = request.request_id
             found = known.get(name)
             if found is None or found.request is not request:
-                found = _KnownRequest(request, self._arrival(request))
-            new = request.output_token_ids[found.num_tokens :]
+                found = self._arrived(request)
             row = found.row | {
                 "num_cached": request.num_cached_tokens,
                 "num_preemptions": request.num_preemptions,
             }
-            if new:
-                found.num_tokens += len(new)
-                found.pieces = found.pieces + self._texts.add(request, new)
+            new = request.output_token_ids[found.num_tokens :]
+            if new and found.texts is not None:
+                found.pieces = found.pieces + found.texts.add(new)
+            found.num_tokens += len(new)
             if name in ended:
-                row["finish"] = self._finish(request, ended[name][1])
+                row["finish"] = self._finish(found, ended[name][1])
             else:
                 self._known[name] = found
             rows[name] = row
             texts[name] = found.pieces
-        frame["loaded"] = self._loaded(frame)
+        counts = {} if self._connector is None else self._connector.num_loaded_blocks()
+        frame["loaded"] = {tier: num for tier, num in counts.items() if num}
         return frame | {"in_flight": dict(self._plans), "result": self._result}
 
-    def _arrival(self, request: Request) -> dict[str, Any]:
-        """The part of a request's row that never changes."""
+    def _arrived(self, request: Request) -> _KnownRequest:
+        texts = None
+        if self._tokenizer is not None:
+            output = self._members.get(request.request_id)
+            texts = TextDeltas(request, output, self._tokenizer)
         number = self._num_requests
         self._num_requests += 1
         digest = request.features.get("adapter")
         grammar = request.features.get("grammar")
-        adapter = digest and (self._adapter_name(digest) or digest[:8])
-        return {
+        names = {} if self._adapters is None else self._adapters.by_digest
+        name = names[digest][0] if digest in names else None
+        row = {
             "number": number,
             "prompt": list(request.prompt_token_ids),
-            "prompt_pieces": self._texts.begin(request),
+            "prompt_pieces": [] if texts is None else texts.prompt_pieces,
             "max_tokens": request.max_tokens,
             "priority": request.priority,
             "tenant": label_of(normalise_extra_keys(extra_keys_of(request))),
             "order_key": self.reasons.order_key(request),
-            "adapter": adapter or "",
+            "adapter": name or (digest or "")[:8],
             "grammar": grammar.split('"')[1] if grammar else "",
             "arrived_at": self._since_start(request.arrival_time),
         }
+        return _KnownRequest(request, texts, row)
 
-    def _finish(self, request: Request, ended_at: float) -> dict[str, Any]:
+    def _finish(self, known: _KnownRequest, ended_at: float) -> dict[str, Any]:
         """How a request has ended. A stop string is found later than its token, which may already
         have ended the request."""
+        request = known.request
         reason = request.finish_reason or ""
-        rest, cut = self._texts.end(request)
         finish = {
             "time": self._since_start(ended_at),
             "reason": reason,
             "stop_reason": request.stop_reason,
             "detail": request.length_limit if reason == "length" else None,
-            "rest": rest,
+            "rest": "" if known.texts is None else known.texts.rest(),
             "text_length": None,
         }
-        if cut is not None:
+        if known.texts is not None and (cut := known.texts.cut()) is not None:
             finish |= {"reason": "stop", "detail": None}
             finish["stop_reason"], finish["text_length"] = cut
         return finish
-
-    def _loaded(self, frame: Frame) -> dict[str, int]:
-        """Loaded blocks so far, by source."""
-        if self._connector is None:
-            return {}
-        if counts := self._connector.num_loaded_blocks():
-            return {tier: num for tier, num in counts.items() if num}
-        for name, load in self._frame["loads"].items():
-            is_new = not load["has_arrived"]
-            if is_new and frame["loads"].get(name, {"has_arrived": True})["has_arrived"]:
-                blocks = map(str, load["blocks"])
-                self._num_from_store += sum(block in frame["cached"] for block in blocks)
-        return {"store": self._num_from_store} if self._num_from_store else {}
 
     def flush(self) -> None:
         """Write all noted frames, after the step whose results were processed last."""
         self._close_step()
         self._in_step = False
-        lines = self._lines
+        text = "".join([f"{_encode(line)}\n" for line in self._lines])
         self._lines = []
-        if lines:
-            self._put("".join([f"{_encode(line)}\n" for line in lines]))
+        if text:
+            self._put(text)
 
     def _put(self, text: str) -> None:
         if self._has_failed:
@@ -297,12 +270,6 @@ class FrameRecorder(EnginePlugin):
             self._write("between")
             self.flush()
 
-    def checked(self) -> None:
-        """A cache-aware policy was asked for its order, which counts as a use of the cache."""
-        if not self._in_step:
-            self._write("between")
-            self.flush()
-
     # -- steps
 
     def begin_step(self) -> None:
@@ -313,7 +280,7 @@ class FrameRecorder(EnginePlugin):
 
     def planned(self, plan: SchedulerOutput) -> None:
         start = self._planning_since
-        row = filled(
+        self._plans[str(self._num_planned)] = filled(
             requests=list(plan.num_scheduled_tokens),
             starts=plan.start_positions,
             num_tokens=list(plan.num_scheduled_tokens.values()),
@@ -322,7 +289,6 @@ class FrameRecorder(EnginePlugin):
             time=self._since_start(start),
             schedule_ms=_ms_since(start),
         )
-        self._plans[str(self._num_planned)] = row
         self._num_planned += 1
         self._write("plan")
 
@@ -332,16 +298,17 @@ class FrameRecorder(EnginePlugin):
         self._catch_up()
         self._in_step = True  # with overlap, the last steps plan nothing
         self._received_at = time.monotonic()
-        alive = {r.request_id for r in plan.scheduled_requests if not r.is_finished}
         sampled = output.token_ids
-        drafts = {n: ids for n, ids in plan.scheduled_draft_token_ids.items() if n in alive}
         gone = [r.request_id for r in plan.scheduled_requests if r.is_finished]
+        verified = {}
+        for name, drafts in plan.scheduled_draft_token_ids.items():
+            if name not in gone:
+                num_accepted = max(0, len(sampled.get(name, ())) - 1)
+                verified[name] = [num_accepted, len(drafts) - num_accepted]
         self._received = filled(
             time=self._since_start(self._received_at),
             times={name: round(ms, 4) for name, ms in output.times.items()},
-            verified={
-                n: _verdict(len(ids), sampled.get(n)) for n, ids in drafts.items() if n in alive
-            },
+            verified=verified,
             discarded={name: sampled[name] for name in gone if sampled.get(name)},
         )
 
@@ -351,9 +318,8 @@ class FrameRecorder(EnginePlugin):
             return
         step = next(iter(self._plans))
         del self._plans[step]
-        self._end_step(
-            {"step": int(step), **self._received, "update_ms": _ms_since(self._received_at)}
-        )
+        update_ms = _ms_since(self._received_at)
+        self._end_step({"step": int(step), **self._received, "update_ms": update_ms})
         self._write("result")
 
     def _end_step(self, facts: dict[str, Any]) -> None:
@@ -368,30 +334,23 @@ class FrameRecorder(EnginePlugin):
         said = "interrupted" if error is None else f"{type(error).__name__}: {error}"
         self._plans.clear()
         self._end_step({"error": said[:500]})
-        changes: dict[str, Any] = {"result": [self._result]}
-        if steps := self._frame["in_flight"]:
-            changes["in_flight"] = dict.fromkeys(steps)
+        failed = self._frame | {"in_flight": {}, "result": self._result}
+        changes = diff(self._frame, failed) | {"result": [self._result]}
         self._lines.append(self._line("failed", changes))
-        self._frame = self._frame | {"in_flight": {}, "result": self._result}
+        self._frame = failed
         self.flush()
 
 
-class _PlanEnd(SchedulerPlugin):
-    """The scheduler's last plugin, which gets each plan when the others have added to it."""
-
-    def __init__(self, recorder: FrameRecorder) -> None:
-        self._recorder = recorder
-
-    def on_plan(self, plan: SchedulerOutput) -> None:
-        self._recorder.planned(plan)
+_CONTENT = ("tokens", "parent", "tenant", "hash", "group", "place")
 
 
 def _say_who_published(before: Frame, now: Frame) -> None:
     """Add `by` to the rows of blocks that are cached now: the request that had the block, which was
     not shared then. In `before`, leave out the blocks that had other content."""
-    rows = now["cached"]
     known = before["cached"]
-    new = {block: row for block, row in rows.items() if known.get(block) is not row}
+    new = {}
+    if now["cached"] is not known:
+        new = {block: row for block, row in now["cached"].items() if known.get(block) is not row}
     if not new:
         return
     holders: dict[int, str] = {}
@@ -401,25 +360,15 @@ def _say_who_published(before: Frame, now: Frame) -> None:
         for name, groups in frame["tables"].items():
             for block_ids in groups.values():
                 holders |= dict.fromkeys(block_ids, name)
-    kept = dict(known)
+    before["cached"] = dict(known)
     for block, row in new.items():
         old = known.get(block)
         if old is not None and all(old.get(name) == row.get(name) for name in _CONTENT):
             row |= {"by": old["by"]} if "by" in old else {}
         else:
             row["by"] = holders.get(int(block), "")
-            kept.pop(block, None)
-    before["cached"] = kept
-
-
-_CONTENT = ("tokens", "parent", "tenant", "hash", "group", "place")
+            before["cached"].pop(block, None)
 
 
 def _ms_since(start: float) -> float:
     return round((time.monotonic() - start) * 1e3, 4)
-
-
-def _verdict(num_drafts: int, token_ids: Sequence[int] | None) -> list[int]:
-    """Return the numbers of accepted and rejected draft tokens."""
-    num_accepted = max(0, len(token_ids or ()) - 1)
-    return [num_accepted, num_drafts - num_accepted]

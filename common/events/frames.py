@@ -52,6 +52,7 @@ REASONS = {
     "pending": "a token of it was still in flight when it was preempted",
     "turn": "this step was for decoding requests",
     "enough": "so many requests were skipped before it that no other was tried",
+    "front": "first come, first served: the request at the front did not fit or was held back",
 }
 
 Frame = dict[str, Any]

@@ -33,9 +33,6 @@ from common.parallel.sharded_model import rank_config
 from common.requests.tokenizer import Tokenizer, load_tokenizer
 from scheduler_interface import RunnerInput, StepOutput
 
-logger = logging.getLogger(__name__)
-
-
 # -- the runner
 
 
@@ -136,7 +133,7 @@ def start_runner(
     loaded: LoadedModel | None,
     draft: LoadedModel | None,
     tokenizer: Tokenizer | None,
-) -> tuple[RunnerParts, Tokenizer]:
+) -> RunnerParts:
     """Start the workers and make a runner for them. Raises the same errors about configuration
     and checkpoint as a single process, whichever process finds them."""
     if loaded is not None or draft is not None:
@@ -164,15 +161,15 @@ def start_runner(
     )
     try:
         facts = executor.start(_start_messages(config, checkpoint, device, started, limits))
-        runner = _make_runner(
+        return _make_runner(
             config=config,
             checkpoint=checkpoint,
+            tokenizer=tokenizer,
             executor=executor,
             facts=facts,
             limits=limits,
             num_parameters=num_parameters,
         )
-        return runner, tokenizer
     except BaseException:
         executor.close()
         raise
@@ -223,6 +220,7 @@ def worker_config(
 def _make_runner(
     config: EngineConfig,
     checkpoint: Checkpoint,
+    tokenizer: Tokenizer,
     executor: Executor,
     facts: Sequence[dict[str, Any]],
     limits: Limits,
@@ -244,11 +242,10 @@ def _make_runner(
         runner=RemoteRunner(executor),
         model_config=checkpoint.config,
         num_parameters=num_parameters,
-        device=torch.device(facts[0]["device"]),
-        dtype=getattr(torch, facts[0]["dtype"]),
-        max_model_len=limits.max_model_len,
-        vocab_size=limits.vocab_size,
-        eos_token_ids=limits.eos_token_ids,
+        device=facts[0]["device"],
+        dtype=facts[0]["dtype"],
+        limits=limits,
+        tokenizer=tokenizer,
         kv_cache=kv_cache,
         block_io=block_io,
         is_queued=True,

@@ -76,18 +76,19 @@ def _check_divisible(config: ModelConfig, size: int) -> None:
     kv_heads = config.num_key_value_heads
     inner = math.gcd(*config.mlp_sizes)
     vocab = config.vocab_size
-
-    def is_possible(n: int) -> bool:
-        is_kv = kv_heads % n == 0 or n % kv_heads == 0
-        has_tokens = (n - 1) * rows_per_rank(vocab, n) < vocab  # for the last one
-        return is_kv and heads % n == 0 and inner % n == 0 and has_tokens
-
-    if not is_possible(size):
-        allowed = ", ".join(str(n) for n in range(1, heads + 1) if is_possible(n))
+    possible = [
+        str(n)
+        for n in range(1, heads + 1)
+        if heads % n == 0
+        and inner % n == 0
+        and (kv_heads % n == 0 or n % kv_heads == 0)
+        and (n - 1) * rows_per_rank(vocab, n) < vocab  # the last one has tokens
+    ]
+    if str(size) not in possible:
         raise ValueError(
-            f"tensor_parallel_size must be {allowed}, so that each rank has the same part of "
-            f"{heads} attention heads, {kv_heads} KV heads, an intermediate_size of {inner} and "
-            f"{vocab} tokens, got {size}"
+            f"tensor_parallel_size must be {', '.join(possible)}, so that each rank has the same "
+            f"part of {heads} attention heads, {kv_heads} KV heads, an intermediate_size of "
+            f"{inner} and {vocab} tokens, got {size}"
         )
 
 

@@ -9,7 +9,7 @@ from common.models.collectives import CollectiveError
 from common.parallel import message
 from common.requests.input_processor import DrawnSeedParams
 from common.sampling.distributions import TokenLogprobs
-from request import _NUMBERS, SamplingParams
+from request import _RANGES, SamplingParams
 from scheduler_interface import (
     BlockTableUpdate,
     CachedRequestData,
@@ -42,7 +42,7 @@ FEATURES = st.dictionaries(NAMES, PLAIN, max_size=2)
 PARAMS = st.sampled_from([SamplingParams(), DrawnSeedParams(n=2, seed=-(2**63), logprobs=-1)])
 PARAMS |= st.builds(
     SamplingParams,
-    **{name: st.floats(low, high) for name, (_, low, high) in _NUMBERS.items()},
+    **{n: st.floats(low, high) for n, (_, low, high) in _RANGES.items() if isinstance(low, float)},
     **dict.fromkeys(("top_k", "max_tokens"), st.integers(1, 2**70)),
     stop=st.lists(NAMES, max_size=2),
     stop_token_ids=st.lists(st.integers(0, 10**6), max_size=3),

@@ -18,7 +18,6 @@ from common.engine_config import SHIPPED_CHECKPOINT
 from common.parallel import message, remote, remote_launch
 from common.parallel.executor import WorkerError
 from common.requests.tokenizer import Tokenizer
-from common.runner.pipeline import PipelinedEngineCore
 from common.tests.adapter_cases import KINDS, edited, save_adapter
 from common.tests.every_kind import DRAWN, PROMPTS, everything_said, must_say_the_same
 from common.tests.remote_cases import (
@@ -34,12 +33,13 @@ from common.tests.remote_cases import (
     start_forked,
 )
 from grammars import Choice, Json, Regex
+from pipeline_plugin import PipelinePlugin
 from request import SamplingParams
 from scheduler_interface import NewRequestData, RunnerInput
 from tiered_cache import KVTierConfig
 
 RANKS, STAGES = dict(tensor_parallel_size=2), dict(pipeline_parallel_size=2)
-SCARCE = dict(num_blocks=26, chunked_prefill=3, preempt_every=4, shuffle_waiting=True)
+SCARCE = dict(num_blocks=26, chunked_prefill=3, preempt_every=4)
 DRIVERS = {  # what is in the driver only, for the same workers
     "two ranks": [SCARCE, dict(overlap_scheduling=True, prefix_cache="radix")],
     "two stages": [SCARCE, dict(scheduler="fcfs", prefix_cache=None)],
@@ -91,7 +91,7 @@ def test_two_ranks_equal_one_process_and_a_killed_or_stuck_one_is_named(
     config = EngineConfig(**sizes, **options, **WORKERS, kv_tiers=tiers)
     engine = LLMEngine(config, tokenizer=shipped_tokenizer)
     side = side_of(engine)
-    assert isinstance(engine.core, PipelinedEngineCore) == (sizes == STAGES)
+    assert isinstance(engine.parts.in_flight_plans, PipelinePlugin) == (sizes == STAGES)
     assert engine.num_parameters == shipped_loaded.model.num_parameters
     assert engine.dtype == shipped_loaded.model.embed_weight.dtype
     alone = one_process(shipped_loaded, shipped_tokenizer)

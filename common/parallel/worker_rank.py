@@ -13,11 +13,10 @@ from typing import Any
 import torch
 import torch.distributed
 
-from common.assembly.assembly import LocalRunnerParts, load_draft, make_runner, packing_of
+from common.assembly.assembly import RunnerParts, load_draft, make_runner, packing_of
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
 from common.models.collectives import Collectives
-from common.models.loader import LoadedModel, load_model
-from common.models.model import DecoderModel
+from common.models.loader import load_model
 from common.models.ranks import Ranks
 from common.parallel import message
 from common.parallel.channel import WorkerChannel
@@ -40,7 +39,7 @@ class Rank:
         channel: WorkerChannel,
         config: EngineConfig,
         collectives: Collectives,
-        local: LocalRunnerParts,
+        local: RunnerParts,
     ) -> None:
         self.channel = channel
         self.collectives = collectives
@@ -68,7 +67,13 @@ class Rank:
         store = dist.TCPStore("127.0.0.1", content["store_port"], None, False)
         _meet(store, ranks, "imported")
         collectives = Collectives.connect(ranks, store, device, config.worker_timeout_s)
-        loaded = _load(config, device, collectives)
+        loaded = load_model(
+            config.model or SHIPPED_CHECKPOINT,
+            dtype=config.dtype,
+            device=device,
+            make=partial(ShardedModel, collectives=collectives),
+            packing_of=partial(packing_of, config, is_loading=True),
+        )
         draft = load_draft(config, loaded) if ranks.is_last_stage else None
         _meet(store, ranks, "loaded")
         local = make_runner(
@@ -78,23 +83,17 @@ class Rank:
             limits=content["limits"],
             peers=Peers(collectives.min_across, ranks.world_size),
         )
-        rank = cls(channel, config, collectives, local)
-        facts = rank._facts(loaded)
-        if content["has_connector"]:  # reads every weight
-            _, namespace = local.block_io()
-            facts["namespace"] = namespace
-        channel.send(message.pack("ready", number=message.START, facts=facts))
-        return rank
-
-    def _facts(self, loaded: LoadedModel) -> dict[str, Any]:
-        kv_cache = self.local.kv_cache
-        return {
-            "device": str(self.local.device),
-            "dtype": str(loaded.model.embed_weight.dtype).removeprefix("torch."),
-            "num_blocks": kv_cache.num_blocks,
-            "kv_bytes_per_block": kv_cache.kv_bytes_per_block,
-            "num_lookahead_tokens": self.local.num_lookahead_tokens,
+        facts: dict[str, Any] = {
+            "device": local.device,
+            "dtype": loaded.model.embed_weight.dtype,
+            "num_blocks": local.kv_cache.num_blocks,
+            "kv_bytes_per_block": local.kv_cache.kv_bytes_per_block,
+            "num_lookahead_tokens": local.num_lookahead_tokens,
         }
+        if content["has_connector"]:  # reads every weight
+            _, facts["namespace"] = local.block_io()
+        channel.send(message.pack("ready", number=message.START, facts=facts))
+        return cls(channel, config, collectives, local)
 
     # -- then
 
@@ -160,16 +159,3 @@ def _meet(store: Any, ranks: Ranks, place: str) -> None:
     names = [f"{place} {rank}" for rank in range(ranks.world_size)]
     store.set(names[ranks.rank], "")
     store.wait(names, timedelta(seconds=START_TIMEOUT_S))
-
-
-def _load(config: EngineConfig, device: torch.device, collectives: Collectives) -> LoadedModel:
-    make = DecoderModel
-    if collectives.ranks.world_size > 1:
-        make = partial(ShardedModel, collectives=collectives)
-    return load_model(
-        config.model or SHIPPED_CHECKPOINT,
-        dtype=config.dtype,
-        device=device,
-        make=make,
-        packing_of=partial(packing_of, config, is_loading=True),
-    )

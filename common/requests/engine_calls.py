@@ -51,10 +51,6 @@ class EngineCalls:
         """Do what was asked for from within the call. Can be interrupted and called again."""
         raise NotImplementedError
 
-    def _is_asked(self) -> bool:
-        """Whether something is left for `_finish_call`."""
-        raise NotImplementedError
-
     def _begin_call(self, frame: FrameType) -> None:
         """Mark the engine busy. Raises `RuntimeError` within another call."""
         if self._is_in_call():
@@ -75,8 +71,7 @@ class EngineCalls:
     def _end_call(self) -> None:
         self._finish_call()
         self._call = None
-        if self._is_asked():  # by a signal handler, after the line above had looked
-            self._finish_call()
+        self._finish_call()  # what a signal handler has asked for since the line above the last
 
     def _is_in_call(self) -> bool:
         """Whether the frame of the mark is on the stack of any thread."""

@@ -6,10 +6,11 @@ See common/README.md"""
 
 from __future__ import annotations
 
-import sys
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from hashlib import blake2b
 from importlib.util import find_spec
 from numbers import Integral, Real
@@ -73,31 +74,28 @@ class InputProcessor:
         """Return a group with its `n` requests. Raises `ValueError` that names the field, its value
         and the allowed values."""
         rules = self._check_params(params)
-        min_tokens = params.min_tokens
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
-        is_number = isinstance(arrival_time, Real) and not isinstance(arrival_time, bool)
-        if not is_number or not abs(arrival_time) <= sys.float_info.max:
-            raise ValueError(f"arrival_time must be a number of seconds, got {arrival_time!r}")
+        is_time = isinstance(arrival_time, Real) and abs(arrival_time) < math.inf
+        require(is_time, "arrival_time", arrival_time, "a number of seconds")
         check_integers(priority=priority)
-        if cache_salt is not None and not (isinstance(cache_salt, str) and cache_salt):
-            raise ValueError(f"cache_salt must be None or a non-empty str, got {cache_salt!r}")
+        is_salt = cache_salt is None or (isinstance(cache_salt, str) and cache_salt != "")
+        require(is_salt, "cache_salt", cache_salt, "None or a non-empty str")
         text = prompt if isinstance(prompt, str) else None
         token_ids = _truncated(self._to_token_ids(prompt), params, self.max_model_len)
-        if params.max_tokens is None:  # a scheduler lowers it to fit max_model_len
-            params = replace(params, max_tokens=self.max_model_len)
-        group = RequestGroup(request_id, text, token_ids)
+        group = RequestGroup(request_id, text, token_ids, arrival_time)
         keys = {"salt": cache_salt, "lora": adapter}
         extra_keys = tuple((name, key) for name, key in keys.items() if key is not None)
         features: dict[str, Any] = {} if adapter is None else {"adapter": adapter}
         if rules is not None:
             features["token_rules"] = rules
+        min_tokens = params.min_tokens
+        if params.max_tokens is None:  # a scheduler lowers it to fit max_model_len
+            params = replace(params, max_tokens=self.max_model_len)
         if params.grammar is not None:
             features["grammar"] = self._grammar_source(params)
             features["min_tokens"] = min_tokens  # for its masks: a complete text can end before
             params = replace(params, grammar=None, min_tokens=0)
         skips = params.skip_reading_prefix_cache
-        is_right = skips is None or isinstance(skips, bool)
-        require(is_right, "skip_reading_prefix_cache", skips, "None, True or False")
         if (num_top := params.prompt_logprobs) is not None:
             check_integers(-1, prompt_logprobs=num_top)
             few = "None or True if prompt_logprobs is set"
@@ -113,7 +111,7 @@ class InputProcessor:
                 sample_features["prompt_logprobs"] = int(num_top)
             request = KeyedRequest(
                 request_id if params.n == 1 else f"{request_id}#{i}",
-                group.prompt_token_ids,
+                token_ids,
                 replace(
                     params,
                     seed=seed_of_sample(seed, i),
@@ -125,7 +123,7 @@ class InputProcessor:
                 sample_features,
                 extra_keys=extra_keys,
             )
-            group.add(OutputProcessor(request, i, self.tokenizer, min_tokens))
+            group.add(OutputProcessor(request, i, self.tokenizer, group.metrics, min_tokens))
         return group
 
     def _grammar_source(self, params: SamplingParams) -> str:
@@ -148,7 +146,8 @@ class InputProcessor:
         if any(getattr(params, name) is not None for name in TOKEN_RULE_FIELDS):
             from common.requests.token_rules import token_rules_of
 
-            rules = token_rules_of(params, self.tokenizer, self.vocab_size, self._check_sampled_ids)
+            check_ids = partial(self._check_token_ids, limit=self.vocab_size)
+            rules = token_rules_of(params, self.tokenizer, self.vocab_size, check_ids)
         if params.min_tokens > 0:
             forbidden = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
             allowed = None if rules is None else rules["allowed"]
@@ -173,36 +172,32 @@ class InputProcessor:
             raise ValueError(f"prompt must have at least one token, got {prompt!r}")
         return self._check_token_ids("prompt", token_ids)
 
-    def _check_sampled_ids(self, name: str, token_ids: Sequence[int]) -> list[int]:
-        return self._check_token_ids(name, token_ids, self.vocab_size)
-
     def _check_token_ids(
         self, name: str, token_ids: Sequence[int], limit: int | None = None
     ) -> list[int]:
         """Return the ids as `int`s, because NumPy's overflow and do not serialise. Checks in bulk,
         because a prompt can have 100,000 tokens; only an invalid prompt is checked one by one."""
-        limit = self.num_embeddings if limit is None else limit
-        are_integers = all(map(_is_integer_type, set(map(type, token_ids))))
-        ids = list(map(int, token_ids)) if are_integers else []
-        if not are_integers or (ids and not (min(ids) >= 0 and max(ids) < limit)):
-            t = next(t for t in token_ids if not _is_integer_type(type(t)) or not 0 <= t < limit)
-            raise ValueError(f"{name} must be token ids from 0 to {limit - 1}, got {t!r}")
-        return ids
+        limit = limit or self.num_embeddings
+        if all(map(_is_integer_type, set(map(type, token_ids)))):
+            ids = list(map(int, token_ids))
+            if not ids or (min(ids) >= 0 and max(ids) < limit):
+                return ids
+        wrong = [t for t in token_ids if not _is_integer_type(type(t)) or not 0 <= t < limit]
+        raise ValueError(f"{name} must be token ids from 0 to {limit - 1}, got {wrong[0]!r}")
 
 
 def _truncated(token_ids: list[int], params: SamplingParams, max_model_len: int) -> list[int]:
     """The last `truncate_prompt_tokens` tokens of a prompt. -1: as many as leave space for
     `max_tokens` outputs, or for one output if that is None."""
     num_kept = params.truncate_prompt_tokens
-    max_tokens = params.max_tokens
     if num_kept is None:
         return token_ids
     is_right = _is_integer_type(type(num_kept)) and (num_kept == -1 or num_kept > 0)
     require(is_right, "truncate_prompt_tokens", num_kept, "None, -1 or an integer >= 1")
     if num_kept == -1:
-        num_kept = max_model_len - (1 if max_tokens is None else max_tokens)
+        num_kept = max_model_len - (params.max_tokens or 1)
         room = f"< max_model_len={max_model_len} if truncate_prompt_tokens is -1, or None"
-        require(num_kept >= 1, "max_tokens", max_tokens, room)
+        require(num_kept >= 1, "max_tokens", params.max_tokens, room)
     return token_ids[-num_kept:]
 
 

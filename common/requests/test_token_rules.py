@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from common.requests.token_rules import token_rules_of
@@ -21,10 +20,9 @@ def check_ids(name: str, ids: list) -> list[int]:
     ("field", "value"),
     [
         *(("allowed_token_ids", v) for v in ((), [], "12", {1: 2}, 5, [9], ["a"], [1, 2])),
-        *(("logit_bias", v) for v in ([1], 3, {9: 1.0}, {1: "a"}, {1: True}, {1: 100.1})),
+        *(("logit_bias", v) for v in ([1], 3, {9: 1.0}, {1: "a"}, {1: 100.1})),
         *(("logit_bias", {1: v}) for v in (float("nan"), float("inf"), 10**400, None)),
         *(("bad_words", v) for v in ("word", 3, [[]], [3], [""], [" "], [[9]], ["\ud800"], ["a"])),
-        *((name, np.array(5)) for name in ("allowed_token_ids", "bad_words")),
     ],
 )
 def test_an_invalid_rule_is_a_clear_error(field: str, value: object) -> None:

@@ -18,7 +18,6 @@ See common/README.md#what-a-request-may-ask-for"""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -36,39 +35,33 @@ def token_rules_of(
     """Return the rules as plain data. `check_ids(name, ids)` returns ids that can be sampled, below
     `vocab_size`, as `int`s. Raises `ValueError` that names field, value and allowed values."""
     allowed = params.allowed_token_ids
-    bias = params.logit_bias
-    words = params.bad_words
-    require(bias is None or isinstance(bias, Mapping), "logit_bias", bias, "None or {id: number}")
+    bias = {} if params.logit_bias is None else params.logit_bias
+    words = () if params.bad_words is None else params.bad_words
+    require(isinstance(bias, Mapping), "logit_bias", bias, "None or {id: number}")
     some = "None or a sequence of at least one token id"
     require(allowed is None or _is_list(allowed), "allowed_token_ids", allowed, some)
-    require(words is None or _is_list(words), "bad_words", words, "a sequence of str")
+    require(_is_list(words), "bad_words", words, "a sequence of str")
     allowed_ids = None
     if allowed is not None:
         allowed_ids = sorted(set(check_ids("allowed_token_ids", list(allowed))))
         require(bool(allowed_ids), "allowed_token_ids", allowed, some)
-    biases = dict(bias or {})
-    for value in biases.values():
-        is_number = isinstance(value, Real) and not isinstance(value, bool)
-        is_right = is_number and abs(value) <= MAX_BIAS
+    for value in bias.values():
+        is_right = isinstance(value, int | float) and abs(value) <= MAX_BIAS
         require(is_right, "logit_bias", value, f"numbers in [-{MAX_BIAS}, {MAX_BIAS}]")
-    bad = [_checked(ids, check_ids) for ids in without_texts(words or (), tokenizer, vocab_size)]
+    bad = [_checked(ids, check_ids) for ids in without_texts(words, tokenizer, vocab_size)]
     ruled_out = {ids[0] for ids in bad if len(ids) == 1}
     is_left = allowed_ids is None or not ruled_out.issuperset(allowed_ids)
     require(is_left, "allowed_token_ids", allowed, "more than the tokens of bad_words")
     return {
         "allowed": allowed_ids,
-        "biased": check_ids("logit_bias", list(biases)),
-        "bias": list(map(float, biases.values())),
+        "biased": check_ids("logit_bias", list(bias)),
+        "bias": list(map(float, bias.values())),
         "bad_words": [list(ids) for ids in dict.fromkeys(map(tuple, bad))],
     }
 
 
 def _is_list(value: object) -> bool:
-    try:
-        iter(value)  # pyright: ignore[reportArgumentType, reportCallIssue]
-    except TypeError:  # also for a zero-dimensional array
-        return False
-    return not isinstance(value, str | bytes | bytearray | Mapping)
+    return isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
 
 
 def without_texts(words: Iterable[Any], tokenizer: Tokenizer | None, vocab_size: int) -> list[Any]:

@@ -8,8 +8,8 @@ emoji can be four tokens, and the first three have no text yet:
 
 `IncrementalDetokenizer` looks up each token's bytes (cached after the first time) and feeds them to
 an incremental UTF-8 decoder. The decoder keeps at most three bytes for later, and returns U+FFFD
-immediately for bytes that can never become a character. A token costs O(1), and no token of the
-prompt is ever decoded, so none of the prompt can leak into the output.
+immediately for bytes that can never become a character. A token is decoded once, and no token of
+the prompt is ever decoded, so none of the prompt can leak into the output.
 
 This is exact as long as a token's bytes depend only on the token and whether it comes first
 (sentencepiece drops a leading space there). That holds for byte-level, Metaspace and byte-fallback
@@ -26,19 +26,15 @@ from __future__ import annotations
 
 import codecs
 import copy
-import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import tokenizers
-
-logger = logging.getLogger(__name__)
 
 REPLACEMENT = "\ufffd"
 _FILE = "tokenizer.json"
@@ -101,8 +97,9 @@ class Tokenizer:
         if token is None:
             return b""
         if self._is_byte_level:
-            known = all(char in _BYTE_OF for char in token)  # an added token may be plain text
-            return bytes(_BYTE_OF[char] for char in token) if known else token.encode()
+            byte_of = byte_alphabet()
+            known = all(char in byte_of for char in token)  # an added token may be plain text
+            return bytes(byte_of[char] for char in token) if known else token.encode()
         if self._has_byte_tokens and (match := _BYTE_TOKEN.fullmatch(token)):
             return bytes([int(match[1], 16)])
         anchor_id, anchor = self._anchor
@@ -144,41 +141,27 @@ def load_tokenizer(path: str | PathLike[str]) -> Tokenizer:
             "tokenizer.json"
         )
     if (path / _FILE).is_file():
-        _restore_parts(backend, path / _FILE, type(loaded).__name__)
+        _restore_parts(backend, path / _FILE)
     return Tokenizer(backend, loaded.eos_token_id, loaded)
 
 
-def _restore_parts(backend: tokenizers.Tokenizer, path: Path, class_name: str) -> None:
+def _restore_parts(backend: tokenizers.Tokenizer, path: Path) -> None:
     """Set the model, normalizer, pre-tokenizer and decoder of `backend` to those of its file.
     transformers 5 ignores the file for some classes and builds its own, so a prompt would get other
     ids than in training. Added tokens and the tokens around a prompt (BOS) are kept from
     transformers, which reads them from more than one file."""
     stored = type(backend).from_file(str(path))
-    changed = []
-    for name in _PARTS:  # comparing models would take half a second
-        if name != "model" and repr(getattr(backend, name)) != repr(getattr(stored, name)):
-            changed.append(name)
+    for name in _PARTS:
         setattr(backend, name, getattr(stored, name))
-    if changed:
-        parts = ", ".join(changed)
-        logger.info("tokenizer: %s of %s is used, not that of %s", parts, path, class_name)
-
-
-@dataclass(frozen=True, slots=True)
-class StopMatch:
-    """A stop string that was completed by output token number `num_tokens_kept`. This token and
-    those before it stay in the output. The text ends before the stop string, or with it."""
-
-    stop_string: str
-    num_tokens_kept: int
 
 
 class IncrementalDetokenizer:
-    """The text of one continuation while it grows. A match or `finish()` ends it.
+    """The text of one continuation while it grows. A stop string or `finish()` ends it.
 
-    `prompt_token_ids` only determine whether the first output token begins the text. A stop string
-    that ends within the text of the first `min_tokens` tokens is ordinary text. With
-    `includes_stop`, the text ends with the stop string, and no text is held back for it."""
+    `text` is all text so far, without incomplete characters. `prompt_token_ids` only determine
+    whether the first output token begins the text. A stop string that ends within the text of the
+    first `min_tokens` tokens is ordinary text. With `includes_stop`, the text ends with the stop
+    string, and no text is held back for it."""
 
     def __init__(
         self,
@@ -189,6 +172,7 @@ class IncrementalDetokenizer:
         min_tokens: int = 0,
         includes_stop: bool = False,
     ) -> None:
+        self.text = ""
         self.num_tokens = 0
         self.includes_stop = includes_stop
         self._tokenizer = tokenizer
@@ -199,40 +183,46 @@ class IncrementalDetokenizer:
             t not in self._skipped and tokenizer.has_token(t) for t in reversed(prompt_token_ids)
         )
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors=tokenizer.decode_errors)
-        self._text_parts: list[str] = []  # joined: the text
-        self._unsent: list[str] = []  # joined: the end of the text that was in no delta yet
-        self._num_sent = 0  # characters
-        self._longest = max(map(len, self._stop), default=1)
-        self._tail = ""  # the end of the text in which a stop string may have begun
+        self.num_sent = 0  # characters
         self._is_finished = False
 
-    @property
-    def text(self) -> str:
-        """All text so far, without incomplete characters. A stop string can still cut its end."""
-        self._text_parts = ["".join(self._text_parts)]
-        return self._text_parts[0]
-
-    def append(self, token_id: int) -> StopMatch | None:
-        """Add one output token. On a match, the text is cut before the stop string. If the token
-        completes several, the one that ends first wins, then the one that begins first."""
+    def append(self, token_id: int) -> str | None:
+        """Add one output token. Returns the stop string that it completes, or None; the text is cut
+        before it. If the token completes several, the one that ends first wins, then the one that
+        begins first."""
         if self._is_finished:
             raise RuntimeError("cannot add tokens after a stop string or finish()")
         self.num_tokens += 1
         if token_id in self._skipped:
             return None
+        num_old = len(self.text)
         new = self._utf8.decode(self._tokenizer.token_bytes(token_id, self._is_first))
+        self.text += new
         if self._is_first:
             self._is_first = not self._tokenizer.has_token(token_id)
-        return self._extend(new) if new else None
+        if not self._stop or self.num_tokens <= self._min_tokens:
+            return None
+        return self._cut_at_stop(num_old)
+
+    def _cut_at_stop(self, num_old: int) -> str | None:
+        """Cut the text at the first stop string that ends after its first `num_old` characters."""
+        found = []
+        for stop in self._stop:
+            start = self.text.find(stop, max(0, num_old - len(stop) + 1))
+            if start >= 0:
+                found.append((start + len(stop), start, stop))
+        if not found:
+            return None
+        end, start, stop = min(found)
+        self._is_finished = True
+        self.text = self.text[: end if self.includes_stop else start]
+        return stop
 
     def num_until_stop(self, token_ids: Sequence[int]) -> int:
         """Return how many of these tokens, if they came next, would complete a stop string, or
         their number if none would. Changes no state."""
         probe = copy.copy(self)
-        probe._text_parts = []
-        probe._unsent = []
-        probe._utf8 = codecs.getincrementaldecoder("utf-8")(errors=self._tokenizer.decode_errors)
-        probe._utf8.setstate(self._utf8.getstate())
+        probe._utf8 = copy.copy(self._utf8)
         for i, token_id in enumerate(token_ids):
             if probe.append(token_id) is not None:
                 return i + 1
@@ -240,65 +230,30 @@ class IncrementalDetokenizer:
 
     def take_delta(self) -> str:
         """Return the final text that follows the text of earlier calls. Joined, all deltas are a
-        prefix of `text`, and all of it after `finish()` or a match."""
-        unsent = "".join(self._unsent)
+        prefix of `text`, and all of it after `finish()` or a stop string."""
+        unsent = self.text[self.num_sent :]
         num_held = 0 if self._is_finished else self._num_held(unsent)
         delta = unsent[: len(unsent) - num_held]
-        self._unsent = [unsent[len(delta) :]] if num_held else []
-        self._num_sent += len(delta)
+        self.num_sent += len(delta)
         return delta
 
     def finish(self) -> None:
         """End the text: an incomplete character becomes U+FFFD, and no text is held back."""
         if not self._is_finished:
             self._is_finished = True
-            if rest := self._utf8.decode(b"", final=True):
-                self._text_parts.append(rest)
-                self._unsent.append(rest)
-
-    def _extend(self, new: str) -> StopMatch | None:
-        self._text_parts.append(new)
-        self._unsent.append(new)
-        if not self._stop:
-            return None
-        window = self._tail + new
-        match = self._find_stop(window, num_old=len(self._tail))
-        if match is None or self.num_tokens <= self._min_tokens:
-            self._tail = window[max(0, len(window) - self._longest + 1) :]
-            return None
-        self._is_finished = True
-        start, stop_string = match
-        end = start + len(stop_string) * self.includes_stop
-        self._text_parts = [self.text[: len(self.text) - len(window) + end]]
-        self._unsent = [self.text[self._num_sent :]]
-        return StopMatch(stop_string, self.num_tokens)
-
-    def _find_stop(self, window: str, num_old: int) -> tuple[int, str] | None:
-        """Return `(start, stop string)` of the first stop string that ends after the `num_old`
-        characters already searched, or None."""
-        found = []
-        for stop in self._stop:
-            start = window.find(stop, max(0, num_old - len(stop) + 1))
-            if start >= 0:
-                found.append((start + len(stop), start, stop))
-        return min(found)[1:] if found else None
+            self.text += self._utf8.decode(b"", final=True)
 
     def _num_held(self, text: str) -> int:
         """Return the length of the longest end of `text` with which a stop string begins."""
-        max_held = 0 if self.includes_stop else self._longest - 1
-        lengths = range(min(len(text), max_held), 0, -1)
+        longest = 0 if self.includes_stop else max(map(len, self._stop), default=1) - 1
+        lengths = range(min(len(text), longest), 0, -1)
         return next((n for n in lengths if any(s.startswith(text[-n:]) for s in self._stop)), 0)
 
 
-def _byte_alphabet() -> dict[str, int]:
+@cache
+def byte_alphabet() -> dict[str, int]:
     """Return the byte of each character of byte-level BPE (GPT-2), which writes a byte as one
-    printable character: itself if that is printable Latin-1, else the next free one from U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    alphabet = {chr(byte): byte for byte in printable}
-    for byte in range(256):
-        if byte not in printable:
-            alphabet[chr(0x100 + len(alphabet) - len(printable))] = byte
-    return alphabet
+    printable character."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-
-_BYTE_OF = _byte_alphabet()
+    return {char: byte for byte, char in bytes_to_unicode().items()}

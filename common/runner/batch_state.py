@@ -101,9 +101,8 @@ class BatchState(SharingRunnerState):
             return None  # finished; a new request with the same id has fewer outputs
         first = self.num_prompt_tokens[row]
         outputs = self.token_ids[row, first : first + num_outputs].tolist()
-        if before is not None and min(outputs, default=0) < 0:
-            sampled = before.read_tokens().tolist()
-            outputs = [token if token >= 0 else int(sampled[-1 - token]) for token in outputs]
+        if before is not None and outputs and outputs[-1] < 0:
+            outputs[-1] = int(before.read_tokens()[-1 - outputs[-1]])
         may_come: dict[str, np.ndarray] = {}
         for plugin in self.plugins:
             may_come |= plugin.may_come(row, outputs, vocab_size)

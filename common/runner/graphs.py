@@ -19,8 +19,8 @@ memory; the upload uses fresh memory each time. So a step can start while the pr
 the memory of the logits, which the next replay overwrites.
 
 A step uses the smallest bucket that holds it. A step with more than one token for a request (prompt
-chunks, draft tokens to verify) is computed without graphs. A plugin that stages arrays can have
-separate graphs for the steps that use the plugin: they read one more column.
+chunks, draft tokens to verify) is computed without graphs. Where adapters are allowed, the graphs
+read one more column: the slot of each row's adapter.
 
 Invariants: a replay reads only the static inputs, the weights and the KV cache; no row of a request
 depends on padding; the largest bucket holds `max_num_seqs` (Trap 33).
@@ -34,9 +34,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,7 +44,7 @@ import torch
 from batch_layout import ComposedBatch, PagedRunnerState, Queries, StepLayout, compose_in_order
 from common.models.model import DecoderModel
 from common.runner.model_runner import Compose, PagedBatch, PagedModelRunner
-from common.sampling.runner_plugin import RunnerPlugin, StepRows
+from common.sampling.runner_plugin import StepRows
 from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
 from window_attention import window_of_decodes
 
@@ -146,32 +146,7 @@ def pad_step(
     return columns, tables
 
 
-# -- the implementations of `Graphs`
-
-
-class GraphPart(Protocol):
-    """The part of a runner plugin in the plugin's separate graphs."""
-
-    name: str  # the plugin's
-
-    def in_graph(self, column: torch.Tensor, logit_indices: torch.Tensor) -> Any:
-        """Return `staged[name]` of the batch, from the plugin's `column` [bucket] of integers and
-        the indices [bucket] of the rows that are sampled."""
-        ...
-
-
-class Graphs(Protocol):
-    """Captured functions of tensors at fixed addresses, by bucket."""
-
-    def capture(self, bucket: int, function: Callable[[], torch.Tensor]) -> None:
-        """Capture `function`, which is called several times on padding inputs. Raises
-        `CannotCapture`."""
-        ...
-
-    def replay(self, bucket: int, num_rows: int) -> torch.Tensor:
-        """Return the result of `function` for the current inputs, of which `num_rows` are not
-        padding. The next replay of any bucket overwrites the result."""
-        ...
+# -- captured functions of tensors at fixed addresses, by bucket
 
 
 class CudaGraphs:
@@ -186,6 +161,8 @@ class CudaGraphs:
 
     @torch.inference_mode()
     def capture(self, bucket: int, function: Callable[[], torch.Tensor]) -> None:
+        """Capture `function`, which is called several times on padding inputs. Raises
+        `CannotCapture`."""
         with torch.cuda.device(self.device):
             self._side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._side):  # compiles kernels, libraries allocate memory
@@ -216,6 +193,8 @@ class CudaGraphs:
             torch._C._cuda_releasePool(torch.cuda.current_device(), self._pool)
 
     def replay(self, bucket: int, num_rows: int) -> torch.Tensor:
+        """Return the result of `function` for the current inputs, of which `num_rows` are not
+        padding. The next replay of any bucket overwrites the result."""
         graph, output = self._captured[bucket]
         graph.replay()
         return output
@@ -226,25 +205,24 @@ class CudaGraphs:
 
 class DecodeGraphs:
     """One graph for each bucket, over one KV cache. The largest is captured first, so that smaller
-    ones reuse its scratch memory. Raises `CannotCapture`. `beside` has the graphs (with a `part`)
-    of steps that use a plugin, by plugin name."""
+    ones reuse its scratch memory. Raises `CannotCapture`. `part` makes what a runner plugin of its
+    name stages, from that plugin's column (`AdapterSlots.in_graph`)."""
 
     def __init__(
         self,
-        graphs: Graphs,
+        graphs: CudaGraphs,
         model: DecoderModel,
         kv_cache: PagedKVCache,
         backend: AttentionBackend,
         max_num_seqs: int,
         max_model_len: int,
-        part: GraphPart | None = None,
+        part: Any = None,
     ) -> None:
         self.graphs = graphs
         self.model = model
         self.kv_cache = kv_cache
         self.backend = backend
         self.part = part
-        self.beside = dict[str, DecodeGraphs]()
         self.buckets = graph_buckets(max_num_seqs)
         table_width = -(-max_model_len // kv_cache.block_size)
         self.max_seq_len = table_width * kv_cache.block_size
@@ -279,20 +257,18 @@ class DecodeGraphs:
         batch.plan_attention(self.backend, self.model.num_heads, self.kv_cache)
         return self.model(batch, self.kv_cache, self.logits[:bucket])
 
-    def _metadata(self, bucket: int) -> tuple[ReplayMetadata, ...]:
+    def _metadata(self, bucket: int) -> tuple[AttentionMetadata, ...]:
         """Return the metadata of a replay by group. Its integers are upper bounds, and the plan
         that a backend makes with the metadata is part of the graph."""
         x = self.inputs[bucket]
         return tuple(
-            ReplayMetadata(
+            AttentionMetadata(
                 query_start_loc=x.query_start_loc,
                 seq_lens=x.seq_lens,
                 block_tables=block_tables,
                 slot_mapping=slot_mapping,
                 max_query_len=1,
                 max_seq_len=self.max_seq_len,
-                bucket=bucket,
-                graphs=self,
             )
             for block_tables, slot_mapping in zip(x.block_tables, x.slot_mapping, strict=True)
         )
@@ -336,18 +312,6 @@ class DecodeGraphs:
         return self.graphs.replay(bucket, num_rows)[:num_logit_rows]
 
 
-@dataclass(slots=True, eq=False)
-class ReplayMetadata(AttentionMetadata):
-    """The metadata of a step in the static inputs of a bucket, including padding."""
-
-    bucket: int = 0
-    graphs: DecodeGraphs = field(kw_only=True, repr=False)
-
-
-class ReplayLayout(StepLayout):
-    """The layout of a replayed step. Its arrays include the plugins' columns."""
-
-
 class GraphRunner(PagedModelRunner):
     """A `PagedModelRunner` that replays a graph for a step with one token per request."""
 
@@ -357,33 +321,30 @@ class GraphRunner(PagedModelRunner):
         super().__init__(compose=self._compose_for_replay, **parts)
         self.graphs = graphs
         self._compose_eager = compose
+        self._bucket: int | None = None  # of the step that was laid out last; None: no graph
 
     def _compose_for_replay(
         self, state: PagedRunnerState, queries: Queries, block_size: int
     ) -> StepLayout:
-        bucket = self.graphs.bucket_for(queries)
-        graphs = self.graphs
-        plugins = [] if bucket is None else self.state.plugins
-        concerned = [p for p in plugins if p.is_in_forward and p.concerns(queries.rows)]
-        if concerned:  # no graphs for several plugins together
-            graphs = self.graphs.beside.get(concerned[0].name) if len(concerned) == 1 else None
-        if bucket is None or graphs is None:
+        self._bucket = self.graphs.bucket_for(queries)
+        column = None
+        for plugin in self.state.plugins:
+            if self.graphs.part is not None and plugin.name == self.graphs.part.name:
+                column = plugin.column(queries.rows)
+            elif plugin.is_in_forward and plugin.concerns(queries.rows):
+                self._bucket = None
+        if self._bucket is None:
             return self._compose_eager(state, queries, block_size)
-        column = concerned[0].column(queries.rows) if concerned else None
-        return ReplayLayout._make(graphs.compose(state, queries, block_size, bucket, column))
+        return self.graphs.compose(state, queries, block_size, self._bucket, column)
 
-    def stage(
-        self, layout: StepLayout, step: StepRows, concerned: Sequence[RunnerPlugin]
-    ) -> dict[str, Any]:
-        return {} if isinstance(layout, ReplayLayout) else super().stage(layout, step, concerned)
+    def stage(self, step: StepRows) -> dict[str, Any]:
+        return {} if self._bucket is not None else super().stage(step)
 
     def forward(self, batch: PagedBatch) -> torch.Tensor:
-        metadata = batch.attention[0]
-        if not isinstance(metadata, ReplayMetadata):
+        bucket = self._bucket
+        if bucket is None:
             return super().forward(batch)
-        bucket = metadata.bucket
         num_rows = len(batch.input_ids)
-        graphs = metadata.graphs
         if self.state.has_pending:  # they were filled in in a copy
-            graphs.inputs[bucket].input_ids[:num_rows].copy_(batch.input_ids)
-        return graphs.replay(bucket, num_rows, len(batch.logit_indices))
+            self.graphs.inputs[bucket].input_ids[:num_rows].copy_(batch.input_ids)
+        return self.graphs.replay(bucket, num_rows, len(batch.logit_indices))

@@ -19,7 +19,6 @@ from common.models.loader import LoadedModel
 from common.requests.input_processor import DrawnSeedParams
 from common.sampling.sampling_rules import SAMPLING_RULES
 from kv_budget import (
-    BytesForKV,
     CudaMemory,
     MemoryReader,
     free_memory_bytes,
@@ -35,19 +34,6 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class KVDemand:
-    """The models and settings that need KV, and the runner, which needs memory next to KV."""
-
-    config: EngineConfig
-    loaded: LoadedModel
-    draft: LoadedModel | None
-    max_model_len: int
-    vocab_size: int
-    make_runner: Callable[[PagedKVCache], ModelRunner]  # with its sampler, proposer and graphs
-    kind: type[PagedKVCache] = PagedKVCache
-
-
-@dataclass(frozen=True, slots=True)
 class Peers:
     """The other ranks. `min_across` returns the smallest number of all ranks; `num_here` ranks,
     including this one, share this machine's memory."""
@@ -60,52 +46,64 @@ NO_PEERS = Peers()
 
 
 def make_kv_cache(
-    demand: KVDemand, peers: Peers = NO_PEERS, memory: MemoryReader | None = None
+    config: EngineConfig,
+    loaded: LoadedModel,
+    *,
+    draft: LoadedModel | None,
+    max_model_len: int,
+    vocab_size: int,
+    make_runner: Callable[[PagedKVCache], ModelRunner],  # with its sampler, proposer and graphs
+    kind: type[PagedKVCache] = PagedKVCache,
+    peers: Peers = NO_PEERS,
+    memory: MemoryReader | None = None,
 ) -> PagedKVCache:
     """Return KV tensors of `config.num_blocks` blocks, or of as many as fit together with a draft
     model's. `memory` reads the model's device; None: `CudaMemory`, if the device is a GPU."""
-    config = demand.config
-    loaded = demand.loaded
-    draft = demand.draft
+    block_size = config.block_size
     if config.num_blocks is not None:
-        return allocate_kv_cache(
-            loaded,
-            num_blocks=config.num_blocks,
-            block_size=config.block_size,
-            kind=demand.kind,
-            num_here=peers.num_here,
-        )
+        return allocate_kv_cache(loaded, config.num_blocks, block_size, kind, peers.num_here)
     device = loaded.model.embed_weight.device
     if memory is None and device.type == "cuda":
         memory = CudaMemory(device)
     if memory is None:
         available = share_of_free(free_memory_bytes() // peers.num_here)
     else:
-        available = _measure(memory, demand)
-    kv_bytes_per_block = allocate_kv_cache(loaded, 1, config.block_size).kv_bytes_per_block
-    if draft is not None:
-        kv_bytes_per_block += allocate_kv_cache(draft, 1, config.block_size).kv_bytes_per_block
+        longest = max(1, max_model_len - config.num_rows_per_request)
+        plans, num_blocks = largest_steps(config, longest, vocab_size, loaded.model.num_groups)
+        memory.reset()
+        kv_cache = allocate_kv_cache(loaded, num_blocks, block_size, kind)
+        before = memory.read()
+        runner = make_runner(kv_cache)
+        for plan in plans:
+            runner.execute(plan).wait()
+        after = memory.read()
+        kv_bytes = num_blocks * kv_cache.kv_bytes_per_block
+        del runner, kv_cache
+        memory.reset()
+        available = remaining_bytes(before, after, kv_bytes, config.gpu_memory_utilization)
+    models = [loaded] if draft is None else [loaded, draft]
+    bytes_of = [allocate_kv_cache(model, 1, block_size).kv_bytes_per_block for model in models]
     blocks_per_request = None
     if (groups := loaded.model.groups).have_windows:
         from grouped_kv_memory import max_blocks
 
         blocks_per_request = max_blocks(
-            num_tokens=demand.max_model_len,
-            block_size=config.block_size,
+            num_tokens=max_model_len,
+            block_size=block_size,
             windows=groups.windows,
             max_step_tokens=config.num_in_flight_tokens(device),
         )
     budget = size_kv_cache(
-        kv_bytes_per_block=kv_bytes_per_block,
-        block_size=config.block_size,
+        kv_bytes_per_block=sum(bytes_of),
+        block_size=block_size,
         max_num_seqs=config.max_num_seqs,
-        max_model_len=demand.max_model_len,
+        max_model_len=max_model_len,
         available=available,
         blocks_per_request=blocks_per_request,
     )
     logger.info(budget.explanation)
     num_blocks = peers.min_across(budget.num_blocks)
-    kv_cache = allocate_kv_cache(loaded, num_blocks, config.block_size, demand.kind)
+    kv_cache = allocate_kv_cache(loaded, num_blocks, block_size, kind)
     if device.type == "cpu":
         logger.info(
             "KV cache: up to %.2f GiB, used as blocks fill; this process uses %.2f GiB now",
@@ -147,71 +145,49 @@ def allocate_kv_cache(
     )
 
 
-# -- the largest steps
-
-
-def _measure(memory: MemoryReader, demand: KVDemand) -> BytesForKV:
-    """Measure the memory that the largest steps need besides KV. All their requests share the
-    blocks of a small KV cache, because the tokens are not read."""
-    config = demand.config
-    longest = max(1, demand.max_model_len - config.num_rows_per_request)
-    max_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * longest)
-    lens = [1] * min(config.max_num_seqs, max_tokens)
-    left = max_tokens - len(lens)
-    for i in range(len(lens)):
-        more = min(left, longest - 1)
-        lens[i] += more
-        left -= more
-    num_blocks = -(-(lens[0] + config.num_rows_per_request) // config.block_size)
-    memory.reset()
-    kv_cache = allocate_kv_cache(demand.loaded, num_blocks + 1, config.block_size, demand.kind)
-    before = memory.read()
-    runner = demand.make_runner(kv_cache)
-    run_largest_steps(runner, lens, num_blocks, demand)
-    after = memory.read()
-    kv_bytes = kv_cache.num_blocks * kv_cache.kv_bytes_per_block
-    del runner, kv_cache
-    memory.reset()
-    return remaining_bytes(before, after, kv_bytes, config.gpu_memory_utilization)
-
-
-def run_largest_steps(
-    runner: ModelRunner, lens: list[int], num_blocks: int, demand: KVDemand
-) -> None:
-    """Run a step that computes prompts of `lens` tokens, and one that continues all of them, with
-    draft tokens if the runner proposes some."""
-    model = demand.loaded.model
-    params = largest_params(demand.vocab_size)
+def largest_steps(
+    config: EngineConfig, longest: int, vocab_size: int, num_groups: int
+) -> tuple[list[RunnerInput], int]:
+    """Return the steps that need the most memory besides KV, and the number of blocks for them: one
+    of as many prompt tokens as possible, each prompt up to `longest`; one that continues all of
+    them, with draft tokens; and one that ends them. All requests share the blocks, because the
+    tokens are not read."""
+    num_drafts = config.num_rows_per_request - 1
+    left = min(config.max_num_batched_tokens, config.max_num_seqs * longest)
+    lens: list[int] = []
+    for num_after in reversed(range(min(config.max_num_seqs, left))):
+        lens.append(min(longest, left - num_after))
+        left -= lens[-1]
     names = [f"largest {i}" for i in range(len(lens))]
-    tables = tuple(list(range(1, num_blocks + 1)) for _ in range(model.num_groups))
+    num_blocks = -(-(lens[0] + 1 + num_drafts) // config.block_size)
+    tables = tuple(list(range(1, num_blocks + 1)) for _ in range(num_groups))
+    params = largest_params(vocab_size)
     news = [NewRequestData(name, [0] * n, params, 0, tables) for name, n in zip(names, lens)]
     news[0].features["prompt_logprobs"] = params.logprobs
-    output = runner.execute(RunnerInput(news, num_scheduled_tokens=dict(zip(names, lens)))).wait()
-    drafts = output.draft_token_ids
-    if model.collectives.ranks.pipeline_parallel_size > 1:  # the other stages know of none
-        drafts = {}
-    decodes = CachedRequestData(
-        req_ids=names,
-        new_token_ids=[output.token_ids.get(name, [0]) for name in names],
-        num_computed_tokens=lens,
-        num_output_tokens=[1] * len(names),
-        new_block_ids=[()] * len(names),
+    prompts = RunnerInput(
+        scheduled_new_reqs=news,
+        num_scheduled_tokens=dict(zip(names, lens)),
+        num_spec_tokens=num_drafts,
     )
-    step = RunnerInput(
-        scheduled_cached_reqs=decodes,
-        num_scheduled_tokens={name: 1 + len(drafts.get(name, ())) for name in names},
-        scheduled_draft_token_ids=drafts,
+    decodes = RunnerInput(
+        scheduled_cached_reqs=CachedRequestData(
+            req_ids=names,
+            new_token_ids=[[0]] * len(names),
+            num_computed_tokens=lens,
+            num_output_tokens=[1] * len(names),
+            new_block_ids=[()] * len(names),
+        ),
+        num_scheduled_tokens=dict.fromkeys(names, 1 + num_drafts),
+        scheduled_draft_token_ids={name: [0] * num_drafts for name in names if num_drafts},
     )
-    runner.execute(step).wait()
-    runner.execute(RunnerInput(finished_req_ids=set(names))).wait()
+    return [prompts, decodes, RunnerInput(finished_req_ids=set(names))], num_blocks + 1
 
 
 def largest_params(vocab_size: int) -> SamplingParams:
     """Return parameters with an effect of every rule. Their draft tokens have probabilities."""
     numbers: dict[str, Any] = {rule.name: rule.example for rule in SAMPLING_RULES}
-    numbers["top_k"] = max(1, vocab_size - 1)  # whose tensors are the widest
     return DrawnSeedParams(
-        **numbers,
+        **numbers | {"top_k": max(1, vocab_size - 1)},  # whose tensors are the widest
         seed=0,
         max_tokens=1 << 20,
         min_tokens=1 << 20,

@@ -13,7 +13,7 @@ See common/README.md"""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from batch_layout import ComposedBatch, PagedRunnerState, Queries, StepLayout, c
 from common.models.model import DecoderModel
 from common.models.model_config import SCORED
 from common.runner.batch_state import BatchState
-from common.sampling.runner_plugin import RunnerPlugin, StepRows, UploadBuffer
+from common.sampling.runner_plugin import StepRows, UploadBuffer
 from common.sampling.sampler import AsyncStepOutput, SampleArgs, Sampler
 from common.sampling.sampling_columns import SamplingBatch
 from paged_attention import AttentionBackend, PagedKVCache
@@ -40,7 +40,7 @@ class PagedBatch(ComposedBatch):
 
     sampling: SamplingBatch = field(repr=False, kw_only=True)  # one row for each row of logits
     sample_args: SampleArgs = field(repr=False, kw_only=True)
-    step: StepRows | None = field(repr=False, kw_only=True)  # if a plugin needs it
+    step: StepRows = field(repr=False, kw_only=True)
 
 
 class PagedModelRunner:
@@ -97,9 +97,8 @@ class PagedModelRunner:
     def sample(self, batch: PagedBatch, logits: torch.Tensor) -> AsyncStepOutput:
         """Start sampling, without waiting for it. Plugins work while the device computes the
         forward pass."""
-        if batch.step is not None:
-            for plugin in self.state.plugins:
-                logits = plugin.before_sampling(batch.step, logits)
+        for plugin in self.state.plugins:
+            logits = plugin.before_sampling(batch.step, logits)
         pending_output = self.sampler.sample(logits, batch.sample_args)
         pending_output.missing_reason = partial(
             self.state.missing_reason, batch.sampling, self.state.sampled, self.sampler.vocab_size
@@ -114,29 +113,25 @@ class PagedModelRunner:
         if self._shuffle is not None:
             start_of = dict(self._shuffle.sample(list(start_of.items()), len(start_of)))
         req_ids = list(start_of)
-
-        def column(value_of: Callable[[str], int]) -> np.ndarray:
-            return np.fromiter(map(value_of, req_ids), np.int64, len(req_ids))
-
         rows = self.state.rows_of(req_ids)
         starts = np.fromiter(start_of.values(), np.int64, len(req_ids))
-        num_tokens = column(plan.num_scheduled_tokens.__getitem__)
-        num_drafts = column(lambda r: len(drafts.get(r, ()))) if drafts else np.zeros_like(rows)
+        num_tokens = np.array([plan.num_scheduled_tokens[r] for r in req_ids], dtype=np.int64)
+        num_drafts = np.array([len(drafts.get(r, ())) for r in req_ids], dtype=np.int64)
         is_last = starts + num_tokens - num_drafts == self.state.num_tokens[rows]
         num_logit_rows = np.where(is_last, 1 + num_drafts, 0)
         queries = Queries(rows, starts, num_tokens, num_logit_rows)
         layout = self.compose(self.state, queries, self.kv_cache.block_size)
-        upload = UploadBuffer(self.device, layout.arrays)
-        sampling = self._sampling_batch(req_ids, queries, layout.order, drafts)
-        concerned = [plugin for plugin in self.state.plugins if plugin.concerns(rows)]
-        step = None
-        staged = {}
-        if concerned:
-            names = [req_ids[i] for i in layout.order.tolist()]
-            ordered = Queries._make(column[layout.order] for column in queries)
-            step = StepRows(self.state, names, ordered, drafts)
-            staged = self.stage(layout, step, concerned)
+        order = layout.order
+        step = StepRows(
+            state=self.state,
+            req_ids=[req_ids[i] for i in order.tolist()],
+            queries=Queries._make(column[order] for column in queries),
+            drafts=drafts,
+        )
+        sampling = self._sampling_batch(step)
         sample_args = self.sampler.prepare(sampling)
+        staged = self.stage(step)
+        upload = UploadBuffer(self.device, layout.arrays)
         for args in (*staged.values(), sample_args):
             upload.fill(args)
         batch = layout.compose(upload.send())
@@ -151,24 +146,26 @@ class PagedModelRunner:
             step=step,
         )
 
-    def stage(
-        self, layout: StepLayout, step: StepRows, concerned: Sequence[RunnerPlugin]
-    ) -> dict[str, Any]:
+    def stage(self, step: StepRows) -> dict[str, Any]:
         """Return the plugins' part of the batch, by plugin name."""
+        rows = step.queries.rows
+        concerned = [p for p in self.state.plugins if p.is_in_forward and p.concerns(rows)]
         staged = {plugin.name: plugin.stage(step) for plugin in concerned}
-        return {name: found for name, found in staged.items() if found is not None}
+        return {name: part for name, part in staged.items() if part is not None}
 
-    def _sampling_batch(
-        self, req_ids: list[str], queries: Queries, order: np.ndarray, drafts: dict[str, list[int]]
-    ) -> SamplingBatch:
+    def _sampling_batch(self, step: StepRows) -> SamplingBatch:
         """Return one row for each request's last known token that the step reaches, and one for
         each draft."""
         state = self.state
-        num_rows = queries.num_logit_rows[order]
-        owner = np.repeat(order, num_rows)  # request index of each row
-        names = [req_ids[i] for i in owner.tolist()]
-        rows = queries.rows[owner]
-        first = np.repeat(num_rows.cumsum() - num_rows, num_rows)  # the owner's first row
-        num_known = state.num_tokens[rows] - state.num_prompt_tokens[rows]
-        num_outputs = num_known + np.arange(len(rows)) - first
-        return SamplingBatch(state.sampling, names, rows, num_outputs, state, drafts)
+        num_rows = step.queries.num_logit_rows
+        owner = np.repeat(np.arange(len(num_rows)), num_rows)  # query of each row
+        rows = step.queries.rows[owner]
+        index = np.arange(len(rows)) - (num_rows.cumsum() - num_rows)[owner]  # in its query
+        return SamplingBatch(
+            columns=state.sampling,
+            req_ids=[step.req_ids[i] for i in owner.tolist()],
+            rows=rows,
+            num_outputs=state.num_tokens[rows] - state.num_prompt_tokens[rows] + index,
+            state=state,
+            drafts=step.drafts,
+        )

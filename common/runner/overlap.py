@@ -9,6 +9,16 @@ runs instead: the same three lines, one step apart. The scheduler then has to sc
 before its last token is known (`01_batching/beyond/overlap_plugin.py`). The runner knows where that
 token is stored (`BatchState.fill_in`).
 
+A pipeline (`pipeline_parallel_size`) runs the same loop with a plan in each stage, and
+`04_scheduler/beyond/pipeline_plugin.py` in the scheduler:
+
+    stage 0   | A | B | A' | B' | A''        A, A', A''   plans for half of the decodes
+    stage 1       | A | B  | A' | B' | A''   B, B'        plans for the other half
+    host              ^plan A' when A has come out, before waiting for B
+
+There a request is not scheduled again while its token is in flight, because the first stage needs
+the id; so `PENDING` is not used. A pipeline of P stages is full with P plans.
+
 The cost: a new request is scheduled one step later. The end of a request at EOS or a stop string is
 also seen one step later, after one more token was computed and discarded.
 
@@ -18,7 +28,8 @@ a CPU is small or zero: a table in `common/README.md` has the times.
 
 Invariants: steps end in the order in which they were planned; every plan is executed once, and its
 output is read once; the host writes no block before every step that can still write to that block
-has finished (`wait_for_steps`).
+has finished (`wait_for_steps`). An empty plan is executed too, because it has other contents. It
+counts as a step only if it is the only plan in flight or a request was preempted for it.
 
 See common/README.md#a-step-ahead"""
 
@@ -29,7 +40,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from base_scheduler import BaseScheduler
 from engine_core import EngineCore, Step
@@ -41,43 +52,53 @@ from scheduler_interface import (
     StepOutput,
 )
 
-
-class InFlightPlans(Protocol):
-    """The scheduler state of plans whose results have not been read yet."""
-
-    num_discarded_tokens: int  # computed for finished requests
-
-    @property
-    def has_work(self) -> bool: ...  # a request can be scheduled now
-
-    def discard_plans(self) -> None: ...  # the plans have failed
+if TYPE_CHECKING:
+    from overlap_plugin import OverlapPlugin
+    from pipeline_plugin import PipelinePlugin
 
 
 class OverlappedEngineCore(EngineCore):
-    """An `EngineCore` whose step returns the outputs of one plan, the oldest one in flight."""
+    """An `EngineCore` with up to `num_in_flight` plans in flight. A step returns the outputs of the
+    oldest one."""
 
     runner: QueuedRunner
 
     def __init__(
-        self, scheduler: BaseScheduler, runner: QueuedRunner, in_flight_plans: InFlightPlans
+        self,
+        scheduler: BaseScheduler,
+        runner: QueuedRunner,
+        in_flight_plans: OverlapPlugin | PipelinePlugin,
+        num_in_flight: int = 2,
     ) -> None:
         super().__init__(scheduler, runner)
         self.in_flight: deque[Step] = deque()
         self.in_flight_plans = in_flight_plans
+        self.num_in_flight = num_in_flight
 
     def step(self) -> Sequence[EngineCoreOutput]:
         """Run one engine step. If it raises, all steps in flight have failed."""
         steps = self.in_flight
         try:
-            if not steps:
-                steps.append(self.begin())
-            # An empty step only waits, and the next plan needs its result.
-            if not steps[0].plan.is_empty and self.in_flight_plans.has_work:
-                steps.append(self.begin())
-            return self.finish(steps.popleft())
+            self._begin_all()
+            while True:
+                plan = steps[0].plan
+                results = self.finish(steps.popleft())
+                if not plan.is_empty or plan.preempted_requests or not steps:
+                    return results
         except BaseException:
             self.give_up()
             raise
+
+    def _begin_all(self) -> None:
+        """Start plans until enough are in flight. An empty plan ends the loop, because a request
+        can only be scheduled after the next result."""
+        steps = self.in_flight
+        num_busy = sum(not step.plan.is_empty for step in steps)
+        while not steps or (num_busy < self.num_in_flight and self.in_flight_plans.has_work):
+            steps.append(self.begin())
+            if steps[-1].plan.is_empty:
+                break
+            num_busy += 1
 
     def give_up(self) -> None:
         """Wait for the started steps and discard their outputs. Safe to interrupt and repeat."""

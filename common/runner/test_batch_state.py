@@ -159,6 +159,7 @@ class Told(RunnerPlugin):
     """Knows the rows from what it is told, and from nothing else."""
 
     name = "told"
+    is_in_forward = True
 
     def __init__(self) -> None:
         self.num_rows = 0

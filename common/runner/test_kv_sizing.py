@@ -10,7 +10,7 @@ from common.assembly.assembly import Limits, make_runner
 from common.engine_config import EngineConfig
 from common.models.loader import LoadedModel
 from common.runner import kv_sizing
-from common.runner.kv_sizing import KVDemand, Peers, make_kv_cache
+from common.runner.kv_sizing import Peers, make_kv_cache
 from common.sampling.sampling_rules import BITS, DRAWN, LOGPROBS, MIN_TOKENS, needs_of
 from kv_budget import MemoryReading
 from paged_attention import PagedKVCache
@@ -88,8 +88,16 @@ def make(config: EngineConfig, loaded, max_model_len=4096, memory=None, draft=No
         same = replace(config, num_blocks=kv_cache.num_blocks)
         return Runner(make_runner(same, loaded, draft, limits).runner, kv_cache, events)
 
-    demand = KVDemand(config, loaded, draft, max_model_len, VOCAB_SIZE, make_trial)
-    return make_kv_cache(demand, peers or Peers(), memory=memory)
+    return make_kv_cache(
+        config,
+        loaded,
+        draft=draft,
+        max_model_len=max_model_len,
+        vocab_size=VOCAB_SIZE,
+        make_runner=make_trial,
+        peers=peers or Peers(),
+        memory=memory,
+    )
 
 
 def test_a_cpu_is_asked_for_its_free_memory(loaded, monkeypatch) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from bounded_loops import as_long_as
 from common.runner.overlap import OverlappedEngineCore, QueuedRunner, ThreadedRunner
-from common.runner.pipeline import PipelinedEngineCore
 from common.tests.logging_runner import LoggingRunner
 from fcfs_scheduler import FCFSScheduler
 from overlap_plugin import OverlapPlugin
@@ -34,10 +33,7 @@ class Loop:
         self.plugin: Any = PipelinePlugin(num_stages) if num_stages else OverlapPlugin()
         self.scheduler = FCFSScheduler(plugins=[self.plugin], **options)
         parts = self.scheduler, QueuedRunner(self.runner), self.plugin
-        if num_stages:
-            self.core = PipelinedEngineCore(*parts, num_in_flight or num_stages)
-        else:
-            self.core = OverlappedEngineCore(*parts)
+        self.core = OverlappedEngineCore(*parts, num_in_flight or num_stages or 2)
         self.outputs: dict[str, list[int]] = {}
 
     def add(self, names: str, max_tokens: int = 3, num_prompt: int = 2) -> None:

@@ -28,7 +28,7 @@ import torch
 from common.models.model_config import SCORED
 from common.sampling.distributions import TokenLogprobs, entries_of, logprob_numbers
 from common.sampling.greedy_rows import as_float
-from common.sampling.runner_plugin import DeviceArgs, PluginContext, RunnerPlugin, StepRows
+from common.sampling.runner_plugin import DeviceArgs, RunnerPlugin, StepRows
 from common.sampling.sampler import from_device
 from scheduler_interface import NewRequestData, StepOutput
 
@@ -121,7 +121,3 @@ class ScoredPrompts(DeviceArgs):
         if entry.token_id < self.vocab_size:
             return entry
         return replace(entry, logprob=-np.inf, rank=self.vocab_size + 1)
-
-
-def make(context: PluginContext) -> PromptLogprobs:
-    return PromptLogprobs(context.vocab_size)

@@ -14,8 +14,7 @@ See common/README.md#what-a-request-may-ask-for"""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -23,19 +22,7 @@ import torch
 from batch_layout import Queries, all_to_device
 from scheduler_interface import NewRequestData
 
-if TYPE_CHECKING:
-    from common.requests.tokenizer import Tokenizer
-
 NO_TOKEN = "no token may come next"  # because of a request's rules
-
-
-class PluginContext(NamedTuple):
-    """The argument of a function that makes a plugin when the first request has its feature."""
-
-    tokenizer: Tokenizer | None
-    path: str | Path | None  # of the checkpoint, for a plugin that needs its tokenizer
-    vocab_size: int
-    eos_token_ids: Sequence[int]
 
 
 class DeviceArgs:
@@ -95,7 +82,7 @@ class StepRows(NamedTuple):
     state: HasTokens
     req_ids: Sequence[str]  # [num_queries]
     queries: Queries
-    drafts: Mapping[str, Sequence[int]]  # as in the plan
+    drafts: dict[str, list[int]]  # as in the plan
 
 
 class RunnerPlugin:
@@ -115,13 +102,11 @@ class RunnerPlugin:
         """Free the row. After a step that failed, called for every row, used or not."""
 
     def concerns(self, rows: np.ndarray) -> bool:
-        """Whether the plugin stages anything, or changes logits before sampling, in a step of these
-        rows. If not, its hooks are skipped, so a step that uses no plugin costs nothing."""
+        """Whether a step of these rows uses what the plugin stages."""
         return False
 
-    def stage(self, step: StepRows) -> Any:
-        """Return what is stored in the batch as `staged[name]`, a `DeviceArgs` if it has arrays for
-        the device; None for nothing."""
+    def stage(self, step: StepRows) -> DeviceArgs | None:
+        """Return what is stored in the batch as `staged[name]`; None for nothing."""
 
     def column(self, rows: np.ndarray) -> np.ndarray:
         """Return an integer for each row; 0 is the padding. Called instead of `stage` in a step of

@@ -1,6 +1,6 @@
 """The table of sampling rules: a row for each number of `SamplingParams` that changes logits.
 
-To add a rule, add a field to `SamplingParams` (chapter 1; its interval goes into `_NUMBERS`) and a
+To add a rule, add a field to `SamplingParams` (chapter 1; its interval goes into `_RANGES`) and a
 row here, with a function in this file if it needs only logits and the numbers. The columns, the
 sampler, the server (`wire.py`, `app.py`) and the warm-up (`kv_sizing.py`) read the table.
 

@@ -74,7 +74,7 @@ class SpeculativeSampler(Sampler):
         vocab_size: int,
         draft_probs: Callable[[str], torch.Tensor | None],
         reject: Callable[..., VerifiedTokens] = rejection_sample,
-        match: Callable[..., tuple[torch.Tensor, torch.Tensor]] = rejection_sampling_batched,
+        match: Callable[..., VerifiedTokens] = rejection_sampling_batched,
     ) -> None:
         super().__init__(vocab_size)
         self.draft_probs = draft_probs
@@ -143,8 +143,7 @@ class SpeculativeSampler(Sampler):
             tokens[runs.at] = grid.flatten()[runs.cells]
         return tokens
 
-    def _verify(self, runs: Runs, raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return token ids [num_runs, max_drafts + 1], and how many of each run are sampled."""
+    def _verify(self, runs: Runs, raw: torch.Tensor) -> VerifiedTokens:
         if not runs.draft_probs:
             target = sample_rows(raw, runs.args)
             return self.match(target, runs.drafts, runs.cu_num_logits, runs.max_drafts)
@@ -162,11 +161,12 @@ class SpeculativeSampler(Sampler):
         last = (verified.num_sampled - 1)[:, None]
         is_nan = target_probs[runs.cu_num_logits[:-1, None] + last, 0].isnan()
         drawn = verified.token_ids.gather(1, last).masked_fill(is_nan, BAD)
-        return verified.token_ids.scatter(1, last, drawn), verified.num_sampled
+        return verified._replace(token_ids=verified.token_ids.scatter(1, last, drawn))
 
 
 class HasRows(HasTokens, Protocol):
     row_of: dict[str, int]
+    sampling: SamplingColumns
 
 
 class ConstrainedDrafts:
@@ -177,9 +177,8 @@ class ConstrainedDrafts:
     drawn with the same random number as the token: if the draft model has the right distribution,
     it proposes the right token."""
 
-    def __init__(self, sampler: Sampler, columns: SamplingColumns, state: HasRows) -> None:
+    def __init__(self, sampler: Sampler, state: HasRows) -> None:
         self.sampler = sampler
-        self.columns = columns
         self.state = state
 
     def needs_probs(self, request: RunnerRequest) -> bool:
@@ -193,7 +192,7 @@ class ConstrainedDrafts:
         upload.send()
 
     def sample_drafts(
-        self, logits: torch.Tensor, requests: Sequence[RunnerRequest], num_drafted: int
+        self, logits: torch.Tensor, num_drafted: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         raw = self.sampler.raw_logits(logits)
         args = self._rounds[num_drafted]
@@ -203,8 +202,8 @@ class ConstrainedDrafts:
         return sample_from_probs(probs, args.u), probs
 
     def _row_args(self, requests: Sequence[RunnerRequest], num_drafted: int) -> RowArgs:
-        columns = self.columns
         state = self.state
+        columns = state.sampling
         rows = np.array([state.row_of[request.req_id] for request in requests], dtype=np.int64)
         num_outputs = state.num_tokens[rows] - state.num_prompt_tokens[rows] + num_drafted
         streams = np.where(columns.is_seed_drawn[rows], DRAFT_STREAM, TOKEN_STREAM)

@@ -58,7 +58,8 @@ def test_each_draft_of_a_run_has_the_random_number_of_its_position(
     device = torch.device("cpu")
     state = sampling.state
     state.row_of = {"r0": 0}  # type: ignore[attr-defined]
-    drafts = ConstrainedDrafts(Sampler(11), sampling.columns, state)  # type: ignore[arg-type]
+    state.sampling = sampling.columns  # type: ignore[attr-defined]
+    drafts = ConstrainedDrafts(Sampler(11), state)  # type: ignore[arg-type]
     rounds = [[SimpleNamespace(req_id="r0")]] * 3
     drafts.prepare(rounds, device)  # type: ignore[arg-type]
     found = [float(args.u) for args in drafts._rounds]

@@ -31,25 +31,6 @@ def event(content: Any) -> bytes:
 
 
 @dataclass(slots=True)
-class Usage:
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    reasoning_tokens: int | None = None  # None: not a chat
-
-    def content(self) -> dict[str, Any]:
-        found: dict[str, Any] = {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
-        if self.reasoning_tokens is not None:
-            found["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
-        return found
-
-
-@dataclass(slots=True)
 class Answer:
     """The response to one HTTP request, `body`: `n` choices for each of its prompts."""
 
@@ -63,35 +44,37 @@ class Answer:
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     reader: Reader | None = None  # parses a chat's texts; None: the text is the content
     prompt_end: str = ""  # of a chat, for its `Reply`
-    usage: Usage = field(default_factory=Usage)
-    id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
-    _begun: set[int] = field(default_factory=set)  # choices whose first text was written
-    _num_characters: dict[int, int] = field(default_factory=dict)  # of a choice's tokens so far
+    num_completion_tokens: int = 0
+    num_cached_tokens: int = 0
+    _num_characters: dict[int, int] = field(default_factory=dict)  # by choice: of tokens so far
     _prompt_ids: dict[int, list[int]] = field(default_factory=dict)
     _replies: list[Reply] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        prefix = "chatcmpl" if self.kind == "chat" else "cmpl"
-        self.id = f"{prefix}-{self.request_id}"
-        self.usage.reasoning_tokens = 0 if self.kind == "chat" else None
-
     def count(self, prompt: int, delta: RequestDelta) -> None:
         if delta.prompt_token_ids is not None:
-            self.usage.prompt_tokens += len(delta.prompt_token_ids)
             self._prompt_ids[prompt] = delta.prompt_token_ids
             if self.reader is not None:  # a chat, which has one prompt
                 end = self.prompt_end
                 self._replies = [Reply(self.reader, end) for _ in range(self.params.n)]
         if not self.only_echo:
             new = (len(completion.token_ids) for completion in delta.completions.values())
-            self.usage.completion_tokens += sum(new)
+            self.num_completion_tokens += sum(new)
         if delta.finished:
-            self.usage.cached_tokens += delta.num_cached_tokens
+            self.num_cached_tokens += delta.num_cached_tokens
 
-    @property
-    def has_logprobs(self) -> bool:
-        return self.params.logprobs is not None or self.params.prompt_logprobs is not None
+    def usage(self) -> dict[str, Any]:
+        num_prompt_tokens = sum(map(len, self._prompt_ids.values()))
+        usage: dict[str, Any] = {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": self.num_completion_tokens,
+            "total_tokens": num_prompt_tokens + self.num_completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+        }
+        if self.kind == "chat":
+            num = sum(reply.num_thought_tokens for reply in self._replies if reply.has_thought)
+            usage["completion_tokens_details"] = {"reasoning_tokens": num}
+        return usage
 
     # -- whole
 
@@ -100,8 +83,8 @@ class Answer:
         for prompt, total in enumerate(totals):
             self.count(prompt, total)
             completions = map(total.completions.__getitem__, range(self.params.n))
-            choices += [self._choice(prompt, completion, total) for completion in completions]
-        response = self._object("chat.completion", choices) | {"usage": self.usage.content()}
+            choices += [self._choice(prompt, one, total, "message") for one in completions]
+        response = self._object("chat.completion", choices) | {"usage": self.usage()}
         return response | self._of_the_prompt(0, totals[0]) if self.kind == "chat" else response
 
     # -- as chunks
@@ -110,34 +93,32 @@ class Answer:
         """Return the chunks for one delta of a prompt. A chat's first chunks have the role. A chunk
         without text marks the end of its choice."""
         self.count(prompt, delta)
-        role_chunks: list[dict[str, Any]] = []
+        chunks: list[dict[str, Any]] = []
         if self.kind == "chat" and delta.prompt_token_ids is not None:
-            role = {"role": "assistant", "content": ""}
             about = self._of_the_prompt(0, delta)
-            choices = [self._chat_choice(i, "delta", role, None) for i in range(self.params.n)]
-            role_chunks = [self._chunk([choice]) | about for choice in choices]
+            for i in range(self.params.n):
+                role = {"role": "assistant", "content": ""}
+                choice = {"index": i, "delta": role, "logprobs": None, "finish_reason": None}
+                chunks.append(self._chunk([choice]) | about)
         sends_empty_text = self.params.logprobs is not None or self.body.return_token_ids
-        choices = [
-            self._choice(prompt, completion, delta, "delta")
-            for completion in delta.completions.values()
-            if completion.text or completion.finish_reason or sends_empty_text
-        ]
-        return role_chunks + [
-            self._chunk([choice])
-            for choice in choices
-            if choice.get("delta", True) or choice["finish_reason"] or sends_empty_text
-        ]
+        for completion in delta.completions.values():
+            choice = self._choice(prompt, completion, delta, "delta")
+            texts = choice["delta"].values() if self.kind == "chat" else [choice["text"]]
+            if any(texts) or choice["finish_reason"] or sends_empty_text:
+                chunks.append(self._chunk([choice]))
+        return chunks
 
     def usage_chunk(self) -> dict[str, Any]:
-        return self._chunk([]) | {"usage": self.usage.content()}
+        return self._chunk([]) | {"usage": self.usage()}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return self._object("chat.completion.chunk", choices)
 
     def _object(self, of_a_chat: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        is_chat = self.kind == "chat"
         return {
-            "id": self.id,
-            "object": of_a_chat if self.kind == "chat" else "text_completion",
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{self.request_id}",
+            "object": of_a_chat if is_chat else "text_completion",
             "created": self.created,
             "model": self.model,
             "choices": choices,
@@ -146,9 +127,9 @@ class Answer:
     # -- a choice
 
     def _choice(
-        self, prompt: int, completion: CompletionDelta, of: RequestDelta, key: str = "message"
+        self, prompt: int, completion: CompletionDelta, of: RequestDelta, key: str
     ) -> dict[str, Any]:
-        index = prompt * self.params.n + completion.index
+        """`key`: what a chat calls its text, "message" if it is complete, else "delta"."""
         reason = completion.finish_reason
         if self.kind == "chat":
             is_complete = key == "message"
@@ -162,9 +143,12 @@ class Answer:
                 self._count_thought(reply, completion.token_ids)
             if is_complete:
                 message = {"role": "assistant", "refusal": None} | message
-            choice = self._chat_choice(index, key, message, completion)
+            logprobs = None
+            if completion.logprobs is not None:
+                logprobs = {"content": [self._chat_logprobs(one) for one in completion.logprobs]}
+            choice = {"index": completion.index, key: message, "logprobs": logprobs}
         else:
-            choice = self._text_choice(index, prompt, completion, of)
+            choice = self._text_choice(prompt, completion, of)
         choice |= {"finish_reason": reason, "stop_reason": completion.stop_reason}
         if self.body.return_token_ids:
             choice["token_ids"] = completion.token_ids
@@ -180,29 +164,22 @@ class Answer:
             fields["prompt_logprobs"] = [self._scored(entry) for entry in of.prompt_logprobs or ()]
         return fields
 
-    def _chat_choice(
-        self, index: int, key: str, content: dict[str, Any], completion: CompletionDelta | None
-    ) -> dict[str, Any]:
-        logprobs = None
-        if completion is not None and completion.logprobs is not None:
-            logprobs = {"content": [self._chat_logprobs(entry) for entry in completion.logprobs]}
-        return {"index": index, key: content, "logprobs": logprobs, "finish_reason": None}
-
     def _text_choice(
-        self, index: int, prompt: int, completion: CompletionDelta, of: RequestDelta
+        self, prompt: int, completion: CompletionDelta, of: RequestDelta
     ) -> dict[str, Any]:
-        is_first = index not in self._begun
-        self._begun.add(index)
+        index = prompt * self.params.n + completion.index
+        is_first = index not in self._num_characters
+        self._num_characters.setdefault(index, 0)
         about = self._of_the_prompt(prompt, of) if is_first else {}
         text = "" if self.only_echo else completion.text
-        entries: list[TokenLogprobs | None] | None = None
-        if completion.logprobs is not None:
-            entries = [] if self.only_echo else [*completion.logprobs]
+        entries: list[TokenLogprobs | None] = []
+        if not self.only_echo:
+            entries += completion.logprobs or ()
         if self.prompts and is_first:
             text = self.prompts[prompt] + text
-            entries = None if entries is None else (of.prompt_logprobs or []) + entries
+            entries = [*(of.prompt_logprobs or ()), *entries]
         logprobs = None
-        if entries is not None:
+        if completion.logprobs is not None:
             logprobs = self._text_logprobs(entries, index)
         return about | {"index": index, "text": text, "logprobs": logprobs}
 
@@ -214,9 +191,6 @@ class Answer:
         for token_id in token_ids:
             reply.is_thought_over |= end in (None, token_id)
             reply.num_thought_tokens += not (reply.is_thought_over or token_id == begin)
-        self.usage.reasoning_tokens = sum(
-            one.num_thought_tokens for one in self._replies if one.has_thought
-        )
 
     # -- log-probabilities
 
@@ -244,7 +218,7 @@ class Answer:
         the lengths of the tokens before it. An entry is None for a prompt's first token."""
         first = self._prompt_ids[index // self.params.n][0]
         ids = [first if entry is None else entry.token_id for entry in entries]
-        offset = self._num_characters.get(index, 0)
+        offset = self._num_characters[index]
         offsets = []
         for token_id in ids:
             offsets.append(offset)

@@ -19,7 +19,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from common.sampling.sampling_defaults import sampling_defaults
 from common.serve.answers import DONE, Answer, event, token_text
-from common.serve.async_llm import AsyncLLM, run_on_text
+from common.serve.async_llm import AsyncLLM
 from common.serve.chat import ChatPrompts
 from common.serve.deltas import RequestDelta
 from common.serve.engine_loop import EngineError, QueueFull
@@ -37,7 +37,6 @@ from common.serve.streams import (
     merged,
     unless_disconnected,
 )
-from common.serve.tool_calls import schemas_of
 from common.serve.wire import (
     Body,
     ChatBody,
@@ -134,9 +133,7 @@ class Server:
     async def _generate(
         self, answer: Answer, prompts: list[list[int]], request: Request
     ) -> Response:
-        num_tokens = list(map(len, prompts))
-        room = self.llm.max_model_len
-        answer.params = answer.body.within_entries(num_tokens, answer.params, room)
+        answer.params = answer.body.within_entries(list(map(len, prompts)), answer.params)
         num = len(prompts) * answer.params.n
         limit = self.llm.max_per_request
         if limit is not None and num > limit:
@@ -156,9 +153,7 @@ class Server:
                 stream_owns_requests = True
                 return EventStream(events, requests)
             totals = await gathered(first_deltas, requests)
-            if answer.has_logprobs:  # there can be `MAX_ENTRIES`
-                return await asyncio.to_thread(lambda: json_response(answer.whole(totals)))
-            return json_response(answer.whole(totals))
+            return await asyncio.to_thread(lambda: json_response(answer.whole(totals)))
         finally:
             if not stream_owns_requests:
                 await close_all(requests)
@@ -176,7 +171,7 @@ class Server:
             for chunk in chunks if stream_options.include_usage else ():
                 chunk["usage"] = None
                 if stream_options.continuous_usage_stats:
-                    chunk["usage"] = answer.usage.content()
+                    chunk["usage"] = answer.usage()
             return b"".join(map(event, chunks))
 
         try:
@@ -211,15 +206,13 @@ class Server:
 
     async def _chat_text(self, body: ChatBody | TokenizeBody, request: Request) -> str:
         assert body.messages is not None
-        schemas_of(body.tools or ())
-        names = ("documents", "reasoning_effort", "enable_thinking", "tools")
-        given = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
+        names = {"documents", "reasoning_effort", "enable_thinking", "tools"}
+        given = body.model_dump(include=names, exclude_unset=True, exclude_none=True)
         if body.reasoning_effort is not None and body.enable_thinking is None:
             named = body.chat_template_kwargs or {}  # for the templates that can turn it off
             given["enable_thinking"] = named.get("enable_thinking", body.reasoning_effort != "none")
         kwargs = (body.chat_template_kwargs or {}) | given
-        return await run_on_text(
-            request.state.num_body_bytes,
+        return await asyncio.to_thread(
             self.chat.text,
             body.messages,
             body.add_generation_prompt,
@@ -365,9 +358,7 @@ class BodyRoute(APIRoute):
             return super().get_route_handler()
 
         async def handle(request: Request) -> Response:
-            data = b"".join([part async for part in request.stream()])
-            request.state.num_body_bytes = len(data)
-            body: Body = hints["body"].parsed(data)
+            body: Body = hints["body"].parsed(request.state.body)
             try:
                 answer = await unless_disconnected(request.receive, self.endpoint(body, request))
             except ValueError as error:

@@ -1,4 +1,4 @@
-"""`EdgeChecks` checks every request before the application sees it; `Gate` names and logs it.
+"""`Gate` checks every request before the application sees it, names it and logs it.
 
 Loopback requests are not trusted: a foreign page in a browser on this machine can send requests
 here, too. Such requests carry an `Origin`, or a `Host` that is a foreign name.
@@ -46,99 +46,23 @@ class GateConfig:
         return self.host in (*LOOPBACK, "::1") or self.host.startswith("127.")
 
 
-class EdgeChecks:
-    """Wraps the application: checks each request's key, host, origin and body."""
+class Gate:
+    """Wraps the application: checks each request's key, host, origin and body, gives it an id and a
+    line in the log, and counts those that a shutdown waits for. `request.state` gets `request_id`
+    and, of a POST, `body`."""
 
     def __init__(self, app: ASGIApp, config: GateConfig) -> None:
         self.app = app
         self.config = config
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self.app
-        try:
-            self._check(scope, Headers(scope=scope))
-            if scope["method"] == "POST":
-                receive = await self._read(Request(scope, receive))
-        except ApiError as error:
-            app = error_response(error)
-        except ClientDisconnect:
-            app = CLIENT_DISCONNECTED
-        await app(scope, receive, send)
-
-    def _check(self, scope: Scope, headers: Headers) -> None:
-        config = self.config
-        path = scope["path"]
-        is_post = scope["method"] == "POST"
-        # The page has no data, and asks for the key.
-        is_free = path in ("/", "/health") or (path == "/metrics" and not config.metrics_need_key)
-        if config.api_key is not None and not is_free:
-            scheme, _, given = headers.get("authorization", "").partition(" ")
-            is_key = hmac.compare_digest(given.encode("latin-1"), config.api_key.encode())
-            if scheme.lower() != "bearer" or not is_key:
-                raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
-        if is_post or path in ("/", "/events"):
-            self._check_origin(headers)
-        is_open = config.is_local and _host_name(headers) in (*LOOPBACK, config.host)
-        if path == "/events" and config.api_key is None and not is_open:
-            raise ApiError(403, "cannot show events: only on loopback or with --api-key")
-        kind = headers.get("content-type", "").split(";")[0].strip().lower()
-        if is_post and kind != "application/json":
-            raise ApiError(415, "Content-Type must be application/json")
-
-    def _check_origin(self, headers: Headers) -> None:
-        config = self.config
-        names = (*LOOPBACK, config.host, *map(str.lower, config.allowed_hosts))
-        if config.is_local and _host_name(headers) not in names:
-            raise ApiError(403, f"Host must be {config.host} or one of --allowed-host")
-        origin = headers.get("origin")
-        host = headers.get("host", "")
-        allowed = (None, f"http://{host}", f"https://{host}", *config.allowed_origins)
-        if origin not in allowed and "*" not in allowed:
-            raise ApiError(403, "Origin must be this server or one of --allowed-origin")
-
-    async def _read(self, request: Request) -> Receive:
-        """Read the whole body. Returns a `receive` that gives it in one message. Raises `ApiError`,
-        and `ClientDisconnect`."""
-        max_bytes = self.config.max_body_bytes
-        body = bytearray()
-        num_chunks = 0
-        try:
-            with anyio.fail_after(self.config.body_seconds):
-                async for chunk in request.stream():
-                    body += chunk
-                    num_chunks += 1
-                    if len(body) > max_bytes:
-                        raise ApiError(413, f"the body must have at most {max_bytes} bytes")
-                    if num_chunks > MAX_CHUNKS:
-                        raise ApiError(413, f"the body must have at most {MAX_CHUNKS} chunks")
-        except TimeoutError as error:
-            raise ApiError(408, "the body did not arrive in time") from error
-        unread: list[Message] = [{"type": "http.request", "body": bytes(body)}]
-
-        async def receive_again() -> Message:
-            return unread.pop() if unread else await request.receive()
-
-        return receive_again
-
-
-class Gate:
-    """Wraps the application and its `EdgeChecks`: each request has an id and a line in the log, and
-    a shutdown waits for its end."""
-
-    def __init__(self, app: ASGIApp, config: GateConfig) -> None:
-        self.config = config
         self.is_draining = False
         self.num_posts = 0  # without a complete answer
-        self.admission = EdgeChecks(app, config)
-        self._app: ASGIApp = self.admission
-        if config.allowed_origins:  # lets a browser give the answer to a page of these
-            self._app = CORSMiddleware(
-                self.admission,
-                allow_origins=config.allowed_origins,
-                allow_methods=["GET", "POST"],
-                allow_headers=["*"],
-                expose_headers=["x-request-id", "retry-after"],
-            )
+        self._admits = CORSMiddleware(  # lets a browser give the answer to a page of these
+            self._admit,
+            allow_origins=config.allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         name = Headers(scope=scope).get("x-request-id", "")
@@ -155,18 +79,69 @@ class Gate:
                 status = message["status"]
             await send(message)
 
-        app = self._app
         is_post = scope["method"] == "POST"
-        if self.is_draining and (is_post or scope["path"] == "/health"):  # asked by load balancers
-            draining = "the server is being shut down and takes no new requests"
-            app = error_response(ApiError(503, draining))
         self.num_posts += is_post
         try:
-            await app(scope, receive, send_with_id)
+            await self._admits(scope, receive, send_with_id)
         finally:
             self.num_posts -= is_post
             if status != 200 or scope["path"] not in POLLED:
                 _log(scope, status, time.monotonic() - begin)
+
+    async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self.app
+        try:
+            self._check(scope["path"], scope["method"] == "POST", Headers(scope=scope))
+            if scope["method"] == "POST":
+                scope["state"]["body"] = await self._body(Request(scope, receive))
+        except ApiError as error:
+            app = error_response(error)
+        except ClientDisconnect:
+            app = CLIENT_DISCONNECTED
+        await app(scope, receive, send)
+
+    def _check(self, path: str, is_post: bool, headers: Headers) -> None:
+        config = self.config
+        if self.is_draining and (is_post or path == "/health"):  # asked by load balancers
+            raise ApiError(503, "the server is being shut down and takes no new requests")
+        # The page has no data, and asks for the key.
+        is_free = path in ("/", "/health") or (path == "/metrics" and not config.metrics_need_key)
+        if config.api_key is not None and not is_free:
+            scheme, _, given = headers.get("authorization", "").partition(" ")
+            is_key = hmac.compare_digest(given.encode("latin-1"), config.api_key.encode())
+            if scheme.lower() != "bearer" or not is_key:
+                raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+        host = headers.get("host", "")
+        name = (host if host.endswith("]") else host.rsplit(":", 1)[0]).lower()
+        own_names = (*LOOPBACK, config.host)
+        if is_post or path in ("/", "/events"):
+            if config.is_local and name not in (*own_names, *map(str.lower, config.allowed_hosts)):
+                raise ApiError(403, f"Host must be {config.host} or one of --allowed-host")
+            allowed = (None, f"http://{host}", f"https://{host}", *config.allowed_origins)
+            if headers.get("origin") not in allowed and "*" not in allowed:
+                raise ApiError(403, "Origin must be this server or one of --allowed-origin")
+        is_open = config.is_local and name in own_names
+        if path == "/events" and config.api_key is None and not is_open:
+            raise ApiError(403, "cannot show events: only on loopback or with --api-key")
+        kind = headers.get("content-type", "").split(";")[0].strip().lower()
+        if is_post and kind != "application/json":
+            raise ApiError(415, "Content-Type must be application/json")
+
+    async def _body(self, request: Request) -> bytes:
+        max_bytes = self.config.max_body_bytes
+        body = bytearray()
+        num_chunks = 0
+        try:
+            with anyio.fail_after(self.config.body_seconds):
+                async for chunk in request.stream():
+                    body += chunk
+                    num_chunks += 1
+                    if len(body) > max_bytes or num_chunks > MAX_CHUNKS:
+                        limits = f"{max_bytes} bytes and {MAX_CHUNKS} chunks"
+                        raise ApiError(413, f"the body must have at most {limits}")
+        except TimeoutError as error:
+            raise ApiError(408, "the body did not arrive in time") from error
+        return bytes(body)
 
 
 def _log(scope: Scope, status: int, seconds: float) -> None:
@@ -178,8 +153,3 @@ def _log(scope: Scope, status: int, seconds: float) -> None:
     logger.info(
         "%s:%d %s %s %d in %.0f ms, %s", host, port, scope["method"], path, status, ms, name
     )
-
-
-def _host_name(headers: Headers) -> str:
-    host = headers.get("host", "")
-    return (host.rsplit(":", 1)[0] if not host.endswith("]") else host).lower()

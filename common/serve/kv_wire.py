@@ -31,7 +31,7 @@ class HeldBlock:
     parent: bytes | None
     token_ids: tuple[int, ...]
     lora_name: str | None
-    salts: tuple[str, ...]  # of a first block
+    salts: list[str]  # of a first block
 
 
 def wire_hash(block_hash: bytes) -> int:

@@ -119,7 +119,7 @@ async def serve(args: argparse.Namespace, settings: dict[str, Any], listener: so
         return CUT_SHORT if server.num_cut_short else 0
     finally:
         if kv_events is not None and llm.death_reason is None:
-            await llm.call(kv_events.take_out)
+            await llm.call(lambda engine: kv_events.close())
         await asyncio.to_thread(llm.close)
 
 

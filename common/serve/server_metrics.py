@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Iterator
-from itertools import accumulate
 
 from prometheus_client import (
     CollectorRegistry,
@@ -16,15 +15,10 @@ from prometheus_client import (
     PlatformCollector,
     ProcessCollector,
 )
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import Metric
 
-from common.engine_config import STEP_SIZES, EngineStats
 from common.requests.output_processor import RequestMetrics
 from common.serve.async_llm import AsyncLLM
 from common.serve.deltas import RequestDelta
@@ -47,7 +41,7 @@ _HISTOGRAMS = (
     ("request_inference_time_seconds", "From the first step to the last token.", _LONG),
     ("request_params_n", "`n` of the request.", (1, 2, 5, 10, 20)),
 )
-_TOKEN_HISTOGRAMS = (  # observed when a request has ended
+_TOKEN_HISTOGRAMS = (
     ("request_prompt_tokens", "Tokens of the prompt."),
     ("request_generation_tokens", "Tokens generated, of all choices."),
     ("request_max_num_generation_tokens", "Tokens generated, of the longest choice."),
@@ -77,9 +71,8 @@ _SPECULATION = {  # counters of an engine that has it
 
 
 class ServerMetrics:
-    """The server's Prometheus metrics. Gauges and counters are the engine's, read at each scrape.
-    The time to first token is measured here, for unfinished requests too; other times are the
-    engine's, observed when a request ends."""
+    """The server's Prometheus metrics. Gauges and counters are the engine's, read at each scrape;
+    the others are observed when a request ends."""
 
     def __init__(self, llm: AsyncLLM, model_name: str) -> None:
         self.llm = llm
@@ -97,26 +90,21 @@ class ServerMetrics:
             ).labels(*self._labels)
             for name, says, buckets in both
         }
-        self._ended = Counter(
+        ended = Counter(
             "vllm:request_success",
             "Requests that have ended, by reason.",
             (*_LABELS, "finished_reason"),
             registry=self._registry,
         )
-        for reason in _REASONS:
-            self._ended_by(reason)
+        self._ended = {reason: ended.labels(*self._labels, reason) for reason in _REASONS}
         for collector in ProcessCollector, GCCollector, PlatformCollector:
             collector(registry=self._registry)
 
     async def counted(
-        self,
-        request: AsyncIterator[RequestDelta],
-        params: SamplingParams,
+        self, request: AsyncIterator[RequestDelta], params: SamplingParams
     ) -> AsyncIterator[RequestDelta]:
         """Yield the deltas of a request unchanged, and count them."""
         reason = "abort"  # unless the request finishes
-        begin = time.monotonic()
-        is_first = True
         num_prompt = 0
         num_generated = [0] * params.n
         try:
@@ -124,56 +112,52 @@ class ServerMetrics:
                 num_prompt += len(delta.prompt_token_ids or ())
                 for completion in delta.completions.values():
                     num_generated[completion.index] += len(completion.token_ids)
-                if is_first and any(num_generated):
-                    self._observe("time_to_first_token_seconds", time.monotonic() - begin)
-                    is_first = False
+                    reason = completion.finish_reason or reason
                 if delta.metrics is not None and delta.error is None:
-                    self._note_end(delta.metrics, params, num_generated)
-                    self._observe("request_prompt_tokens", num_prompt)
-                    num_computed = num_prompt - delta.num_cached_tokens
-                    self._observe("request_prefill_kv_computed_tokens", num_computed)
-                    reasons = [one.finish_reason for one in delta.completions.values()]
-                    reason = next(filter(None, reasons))
+                    self._observe_times(delta.metrics, max(num_generated))
+                    self._observe(
+                        request_prompt_tokens=num_prompt,
+                        request_prefill_kv_computed_tokens=num_prompt - delta.num_cached_tokens,
+                        request_generation_tokens=sum(num_generated),
+                        request_max_num_generation_tokens=max(num_generated),
+                        request_params_n=params.n,
+                    )
+                    if params.max_tokens is not None:  # a number of any size
+                        limit = min(params.max_tokens, self.llm.max_model_len)
+                        self._observe(request_params_max_tokens=limit)
                 yield delta
         except Exception as error:
             reason = "refused" if isinstance(error, ValueError | QueueFull) else "error"
             raise
         finally:
             await request.aclose()  # pyright: ignore[reportAttributeAccessIssue]
-            if reason in _REASONS:
-                self._ended_by(reason).inc()
+            if reason in self._ended:
+                self._ended[reason].inc()
 
-    def _ended_by(self, reason: str) -> Counter:
-        return self._ended.labels(*self._labels, reason)
+    def _observe(self, **values: float) -> None:
+        for name, value in values.items():
+            self._histograms[name].observe(value)
 
-    def _observe(self, name: str, value: float) -> None:
-        self._histograms[name].observe(value)
-
-    def _note_end(
-        self, times: RequestMetrics, params: SamplingParams, num_generated: list[int]
-    ) -> None:
+    def _observe_times(self, times: RequestMetrics, num_tokens: int) -> None:
+        """Observe the times of a request whose longest choice has `num_tokens`."""
         begin = times.first_scheduled_time
         first = times.first_token_time
         last = times.last_token_time
-        longest = max(num_generated)
         if times.queue_time is not None:
-            self._observe("request_queue_time_seconds", times.queue_time)
+            self._observe(request_queue_time_seconds=times.queue_time)
         if begin is not None and first is not None and last is not None:
-            self._observe("e2e_request_latency_seconds", last - times.arrival_time)
-            self._observe("request_prefill_time_seconds", first - begin)
-            self._observe("request_decode_time_seconds", last - first)
-            self._observe("request_inference_time_seconds", last - begin)
-            if longest > 1:
-                per_token = (last - first) / (longest - 1)
-                self._observe("request_time_per_output_token_seconds", per_token)
+            self._observe(
+                time_to_first_token_seconds=first - times.arrival_time,
+                e2e_request_latency_seconds=last - times.arrival_time,
+                request_prefill_time_seconds=first - begin,
+                request_decode_time_seconds=last - first,
+                request_inference_time_seconds=last - begin,
+            )
+            if num_tokens > 1:
+                mean = (last - first) / (num_tokens - 1)
+                self._observe(request_time_per_output_token_seconds=mean)
         for seconds in times.inter_token_latencies:
-            self._observe("inter_token_latency_seconds", seconds)
-        self._observe("request_generation_tokens", sum(num_generated))
-        self._observe("request_max_num_generation_tokens", longest)
-        self._observe("request_params_n", params.n)
-        if params.max_tokens is not None:  # a number of any size
-            limit = min(params.max_tokens, self.llm.max_model_len)
-            self._observe("request_params_max_tokens", limit)
+            self._observe(inter_token_latency_seconds=seconds)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the engine's metrics. Called by the registry."""
@@ -186,57 +170,30 @@ class ServerMetrics:
             metric = family(f"vllm:{name}", says, labels=_LABELS)
             metric.add_metric(self._labels, usage if field is None else getattr(stats, field))
             yield metric
-        yield self._step_sizes(stats)
-        if config.speculative is not None:
-            yield self._accepted_by_position(stats)
-        if config.takes_adapters:
-            yield self._adapters(stats)
-
+        if config.takes_adapters:  # as in vLLM, the names are labels, and the value is the time
+            names = {
+                "max_lora": str(config.max_adapters),
+                "waiting_lora_adapters": ",".join(stats.waiting_adapters),
+                "running_lora_adapters": ",".join(stats.running_adapters),
+            }
+            yield _info("vllm:lora_requests_info", "Adapters in use.", names, time.time())
         about = {
-            "block_size": config.block_size,
-            "num_gpu_blocks": stats.kv_blocks_total,
-            "gpu_memory_utilization": config.gpu_memory_utilization,
-            "enable_prefix_caching": config.prefix_cache is not None,
+            "block_size": str(config.block_size),
+            "num_gpu_blocks": str(stats.kv_blocks_total),
+            "gpu_memory_utilization": str(config.gpu_memory_utilization),
+            "enable_prefix_caching": str(config.prefix_cache is not None),
             "engine": self._labels[1],
         }
-        metric = GaugeMetricFamily(
-            "vllm:cache_config_info",
-            "Always 1: the labels say how the cache is made.",
-            None,
-            [*about],
-        )
-        metric.add_metric([*map(str, about.values())], 1)
-        yield metric
-
-    def _step_sizes(self, stats: EngineStats) -> Metric:
-        name, says = "vllm:iteration_tokens_total", "Tokens of a step, of prompts and decodes."
-        metric = HistogramMetricFamily(name, says, labels=_LABELS)
-        limits = [*map(float, STEP_SIZES), "+Inf"]
-        buckets = [
-            (str(limit), float(num))
-            for limit, num in zip(limits, accumulate(stats.steps_by_tokens), strict=True)
-        ]
-        metric.add_metric(self._labels, buckets, stats.scheduled_tokens)
-        return metric
-
-    def _accepted_by_position(self, stats: EngineStats) -> Metric:
-        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
-        says = "Draft tokens accepted, by their position in the run."
-        metric = CounterMetricFamily(name, says, labels=(*_LABELS, "position"))
-        for position, num in enumerate(stats.accepted_by_position):
-            metric.add_metric((*self._labels, str(position)), num)
-        return metric
-
-    def _adapters(self, stats: EngineStats) -> Metric:
-        """As in vLLM, the names are labels, and the value is the time."""
-        labels = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
-        metric = GaugeMetricFamily("vllm:lora_requests_info", "Adapters in use.", labels=labels)
-        names = ",".join(stats.waiting_adapters), ",".join(stats.running_adapters)
-        metric.add_metric((str(self.llm.config.max_adapters), *names), time.time())
-        return metric
+        yield _info("vllm:cache_config_info", "Always 1: the labels say how it is made.", about, 1)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
+
+
+def _info(name: str, says: str, labels: dict[str, str], value: float) -> Metric:
+    metric = GaugeMetricFamily(name, says, labels=[*labels])
+    metric.add_metric([*labels.values()], value)
+    return metric
 
 
 def _one_two_five(max_value: int) -> list[int]:

@@ -9,9 +9,8 @@ import re
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import nullcontext
-from queue import SimpleQueue
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from starlette.types import Message
@@ -22,10 +21,10 @@ from common.features.grammars.lark_text import TOO_MANY_WAYS
 from common.llm import LLM, SamplingParams
 from common.requests.output_processor import CompletionOutput
 from common.sampling.runner_plugin import NO_TOKEN
-from common.serve.async_llm import AsyncLLM, EngineError
+from common.serve.async_llm import AsyncLLM, EngineError, PromptTooLong
 from common.serve.conftest import SMALL, fail_next, is_idle
 from common.serve.deltas import DeltaSource, RequestDelta
-from common.serve.engine_loop import MAX_ADD_S, MAX_FAILURES, UNCOMPILED, EngineStopped
+from common.serve.engine_loop import MAX_FAILURES, UNCOMPILED, EngineStopped
 from common.serve.streams import EventStream
 
 PROMPT = "def fibonacci(n):\n    if n"
@@ -103,29 +102,22 @@ def check_equal(total: RequestDelta, output: Any) -> None:
 async def test_whoever_stays_gets_the_answer_of_generate_and_who_leaves_leaves_no_state(
     settings: dict, alone: LLM
 ) -> None:
-    """Cancelled at random moments, aborted, left early, with names that come again at once."""
+    """Cancelled at random moments, or left early."""
     outputs = alone.generate([PROMPT] * len(EACH), EACH, use_tqdm=False)
     llm = await asyncio.to_thread(lambda: AsyncLLM(**(SMALL | settings)))
     rng = random.Random(3)
-    names = set[str]()
 
-    async def stays(i: int, name: str) -> None:
-        check_equal(await whole(llm, PROMPT, EACH[i], request_id=name), outputs[i])
+    async def stays(i: int) -> None:
+        check_equal(await whole(llm, PROMPT, EACH[i]), outputs[i])
 
-    async def left_early(i: int, name: str) -> None:
-        request = llm.generate(PROMPT, LONG, request_id=name)
+    async def left_early(i: int) -> None:
+        request = llm.generate(PROMPT, LONG)
         for _ in range(i):
-            assert (await anext(request)).request_id == name
+            await anext(request)
         await request.aclose()  # pyright: ignore[reportAttributeAccessIssue]
 
-    async def aborted(i: int, name: str) -> None:
-        with pytest.raises(EngineError, match="aborted"):
-            async for delta in llm.generate(PROMPT, LONG, request_id=name):
-                if delta.completions:
-                    await llm.abort(name)
-
-    async def cancelled(i: int, name: str) -> None:
-        task = asyncio.ensure_future(whole(llm, PROMPT, LONG, request_id=name))
+    async def cancelled(i: int) -> None:
+        task = asyncio.ensure_future(whole(llm, PROMPT, LONG))
         await asyncio.sleep(rng.random() * 0.1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -133,18 +125,10 @@ async def test_whoever_stays_gets_the_answer_of_generate_and_who_leaves_leaves_n
 
     async def caller() -> None:
         for _ in range(5):
-            way = rng.choice([stays, left_early, aborted, cancelled])
-            name = rng.choice("abcdefghijkl")
-            i = rng.randrange(len(EACH))
-            if name in names:
-                with pytest.raises(ValueError, match=f"{name}"):
-                    await whole(llm, [5], request_id=name)
-                continue
-            names.add(name)
-            await way(i, name)
-            names.remove(name)
+            way = rng.choice([stays, left_early, cancelled])
+            await way(rng.randrange(len(EACH)))
 
-    keeps = (stays(i, f"kept {i}") for i in range(len(EACH)))
+    keeps = (stays(i) for i in range(len(EACH)))
     try:
         await asyncio.gather(*keeps, *(caller() for _ in range(5)))
         assert await is_clean(llm)
@@ -184,8 +168,7 @@ async def test_an_adapter_is_loaded_between_two_steps() -> None:
 
 
 def test_it_belongs_to_one_loop_and_another_after_that_ended_in_the_middle() -> None:
-    """Deltas that the first loop did not deliver do not delay those of the second. At the end all
-    are told."""
+    """At the end all are told."""
     llm = AsyncLLM(**SMALL)
 
     async def first() -> None:
@@ -202,7 +185,6 @@ def test_it_belongs_to_one_loop_and_another_after_that_ended_in_the_middle() -> 
                     await anext(one)
 
     asyncio.run(first())
-    llm._given.append(RequestDelta("of the first loop"))
     asyncio.run(second())
 
 
@@ -261,13 +243,13 @@ def end_next(engine: LLMEngine, reason: str, detail: str | None) -> None:
 
     def _step() -> list[Any]:
         del engine.step
-        groups = step()
-        for group in groups:
-            engine.abort_request(group.request_id)
-            for sequence in group.sequences:
-                sequence.completion.finish_reason = reason
-            group.metrics.finish_detail = detail
-        return groups
+        outputs = step()
+        for output in outputs:
+            engine.abort_request(output.request_id)
+            for completion in output.outputs:
+                completion.finish_reason = reason
+            output.metrics.finish_detail = detail
+        return outputs
 
     engine.step = _step
 
@@ -303,42 +285,6 @@ async def test_steps_that_fail_end_their_requests_and_in_a_row_the_engine() -> N
             await whole(llm, [5])
         assert caught.type is kind and isinstance(caught.value.__cause__, ZeroDivisionError)
     assert llm.death_reason == "the engine has stopped: ZeroDivisionError"
-    await asyncio.to_thread(llm.close)
-
-
-async def test_a_crowd_is_taken_in_between_steps(llm: AsyncLLM) -> None:
-    """Trap 87: a body of 2,048 prompts held up those that run until all were taken."""
-    request = await begun(llm)
-    order = list[str]()
-
-    def slow_down(engine: LLMEngine) -> None:
-        add = engine.add_request
-        step = engine.step
-        slow = lambda *args, **options: time.sleep(MAX_ADD_S / 4) or add(*args, **options)  # noqa: E731
-        engine.add_request = lambda *args, **options: order.append("a") or slow(*args, **options)
-        engine.step = lambda: order.append(" ") or step()
-
-    await llm.call(slow_down)
-    await asyncio.gather(*(whole(llm, [5]) for _ in range(40)))
-    await request.aclose()
-    await llm.call(lambda engine: [delattr(engine, name) for name in ("add_request", "step")])
-    assert max(map(len, "".join(order).split())) <= 12 and order.count("a") == 40, order
-
-
-async def test_one_request_is_not_held_until_the_next_message(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Trap 96: in CPython 3.11 `SimpleQueue.get(timeout=...)` waits forever if its thread loses the
-    processor for longer than the timeout before the wait. Here it always does."""
-
-    class Late(SimpleQueue):
-        def get(self, block: bool = True, timeout: float | None = None) -> Any:
-            return super().get()
-
-    monkeypatch.setattr("common.serve.engine_loop.SimpleQueue", Late)
-    llm = AsyncLLM(**SMALL)
-    llm._engine_loop._step_s = 20.0  # so it gathers for up to five seconds
-    assert (await asyncio.wait_for(whole(llm, [5]), 20)).finished
     await asyncio.to_thread(llm.close)
 
 
@@ -384,3 +330,10 @@ async def test_a_stream_is_closed_however_it_ends(ending: str) -> None:
     with pytest.raises(errors[ending]) if ending in errors else nullcontext():
         await call
     assert not is_open
+
+
+def test_a_text_that_can_not_fit_is_refused_before_it_is_tokenized() -> None:
+    llm = cast(AsyncLLM, SimpleNamespace(_max_token_chars=5, max_model_len=8))
+    AsyncLLM._check_length(llm, "x" * 39)
+    with pytest.raises(PromptTooLong, match="at least 8 tokens, but this model takes at most 7"):
+        AsyncLLM._check_length(llm, "x" * 40)

@@ -23,7 +23,7 @@ from common.serve.chat import ChatPrompts
 from common.serve.conftest import MODEL, Running
 from common.serve.deltas import CompletionDelta, RequestDelta
 from common.serve.errors import ApiError
-from common.serve.tool_calls import Reader, Reply, ToolUse, tool_use
+from common.serve.tool_calls import Reader, Reply, ToolUse
 from common.serve.wire import GenerateBody
 from request import SamplingParams
 
@@ -120,7 +120,7 @@ def test_where_in_the_prompt_the_answer_begins(
 
 
 def test_a_parser_that_is_named_decides() -> None:
-    tools = tool_use([{"type": "function", "function": {"name": "f"}}], "auto", None)
+    tools = ToolUse({"f": {}}, "auto")
     coder = "{% for t in tools %}<tool_call><function={{ t.function.name }}>{% endfor %}"
     for template in PLAIN, coder + PLAIN:  # Qwen3-Coder's form
         with pytest.raises(ApiError, match="--tool-call-parser"):
@@ -292,7 +292,7 @@ SHORT = '<tool_call>{"name": "g", "parameters": {"x": 1}'  # a bracket too few
         ('<tool_call>{"name": "g", "arguments": {}, "x": ["}"]}</tool_call>\na', "a", None, [G]),
         (f"{SHORT}\n{CALL}", SHORT, None, [F]),
         (f"{SHORT}</tool_call>a", f"{SHORT}</tool_call>a", None, []),
-        ('<think>a<tool_call>{"name": "g"}{b}</tool_call>', "{b}</tool_call>", "a", [G]),
+        ('<think>a<tool_call>{"name": "g"}{b}</tool_call>', "{b}", "a", [G]),
         # no calls
         ('hi\n<tool_call>{"name": "f", "a', 'hi\n<tool_call>{"name": "f", "a', None, []),
         ("a\n<tool_call> is a mark\n", "a\n<tool_call> is a mark\n", None, []),

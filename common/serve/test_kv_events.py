@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import msgpack
 import pytest
@@ -18,9 +19,9 @@ from block_pool import BlockPool
 from cache_checks import cached_prefixes
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_ADAPTER, EngineConfig
-from common.serve import kv_events
+from common.serve import kv_events, kv_publisher
 from common.serve.conftest import wait_for
-from common.serve.kv_events import CacheChanges, KVEvents
+from common.serve.kv_events import CacheStream, KVEvents
 from common.serve.kv_publisher import END, EventPublisher
 from common.serve.kv_wire import CLEARED, GPU, Event, pack_batch
 from common.tests.engine_oracle import Oracle, greedy_params, serve, serve_a_crowd
@@ -94,10 +95,10 @@ def prefixes_of(cache: PrefixCache) -> set[tuple]:
     return found
 
 
-def take(changes: CacheChanges, index: Index) -> list[Event]:
+def take(stream: CacheStream, index: Index) -> list[Event]:
     """Over the wire's bytes."""
     events = []
-    for batch in changes.take():
+    for batch in stream.take():
         assert len(batch) <= kv_events.MAX_EVENTS
         size = sum(len(event.get("token_ids", ())) for event in batch)
         assert len(batch) == 1 or size <= kv_events.MAX_TOKENS
@@ -106,8 +107,8 @@ def take(changes: CacheChanges, index: Index) -> list[Event]:
     return events
 
 
-def check(changes: CacheChanges, index: Index, cache: PrefixCache) -> list[Event]:
-    events = take(changes, index)
+def check(stream: CacheStream, index: Index, cache: PrefixCache) -> list[Event]:
+    events = take(stream, index)
     assert index.prefixes() == prefixes_of(cache)
     return events
 
@@ -173,9 +174,36 @@ def frames(socket: Any) -> list[bytes]:
     return socket.recv_multipart()
 
 
-def observed(cache: PrefixCache) -> tuple[CacheChanges, Index]:
-    """Observe `cache`. Returns the changes, and an index that has read nothing yet."""
-    return CacheChanges(cache, dict), Index()
+class Quiet:
+    """In place of a publisher: the test takes the stream."""
+
+    streams: ClassVar[list[CacheStream]] = []
+
+    def __init__(self, stream: CacheStream, *_: Any) -> None:
+        self.streams.append(stream)
+
+    def close(self) -> None:
+        pass
+
+
+@contextmanager
+def observed(engine: Any) -> Iterator[tuple[CacheStream, Index]]:
+    """Observe the cache. Yields the stream, and an index that has read nothing yet."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kv_events, "EventPublisher", Quiet)
+        events = KVEvents(engine, "")
+        yield Quiet.streams.pop(), Index()
+        events.close()
+
+
+class Owner:
+    """What `KVEvents` needs of an engine."""
+
+    kv_manager = None
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self.prefix_cache = cache
+        self.adapters_by_digest: dict[str, list[str]] = {}
 
 
 # -- the cache alone
@@ -212,18 +240,19 @@ def test_the_stream_alone_determines_the_cached_blocks(
     for seed in range(20):
         rng = random.Random(seed)
         cache = PREFIX_CACHES[kind](BlockPool(24), 2)
-        changes, index = observed(cache)
-        check(changes, index, cache)
-        for _ in range(60):
-            work(cache, rng)
-            if rng.random() < 0.5:
-                assert CLEARED not in check(changes, index, cache)[1:], f"seed {seed}"
-            max_cached = max(max_cached, cache.num_cached_blocks)
-        assert cache.reset() and check(changes, index, cache) in ([], [CLEARED])
-        cache.cache_computed_blocks([1, 2] * 3)
-        assert len(check(changes, index, cache)) == 1, f"seed {seed}"
-        assert cache.reset() and check(changes, index, cache) == [CLEARED], f"seed {seed}"
-        assert not changes._held, f"seed {seed}: what is nowhere is forgotten"
+        owner = Owner(cache)
+        with observed(owner) as (stream, index):
+            check(stream, index, cache)
+            for _ in range(60):
+                work(cache, rng)
+                if rng.random() < 0.5:
+                    assert CLEARED not in check(stream, index, cache)[1:], f"seed {seed}"
+                max_cached = max(max_cached, cache.num_cached_blocks)
+            assert cache.reset() and check(stream, index, cache) in ([], [CLEARED])
+            cache.cache_computed_blocks([1, 2] * 3)
+            assert len(check(stream, index, cache)) == 1, f"seed {seed}"
+            assert cache.reset() and check(stream, index, cache) == [CLEARED], f"seed {seed}"
+            assert not stream._held, f"seed {seed}: what is nowhere is forgotten"
     assert max_cached == 23
 
 
@@ -237,19 +266,18 @@ def test_after_each_step_the_stream_says_what_is_cached(
     kind: str, oracle: Oracle, loaded, one_thread
 ) -> None:
     engine = engine_of(loaded, kind, preempt_every=7)
-    changes, index = observed(engine.prefix_cache)
     seen = set[str]()
+    with observed(engine) as (stream, index):
 
-    def look(_: object = None) -> None:
-        events = check(changes, index, engine.prefix_cache)
-        seen.update(event["type"] for event in events)
+        def look(_: object = None) -> None:
+            events = check(stream, index, engine.prefix_cache)
+            seen.update(event["type"] for event in events)
 
-    engine.on_step = look
-    serve_a_crowd(engine, oracle, random.Random(5), 5, salts=[None, "a", "b"], num_requests=20)
-    assert engine.stats().num_preemptions and engine.reset_prefix_cache()
-    look()
+        engine.on_step = look
+        serve_a_crowd(engine, oracle, random.Random(5), 5, salts=[None, "a", "b"], num_requests=20)
+        assert engine.stats().num_preemptions and engine.reset_prefix_cache()
+        look()
     assert seen == {"BlockStored", "BlockRemoved", "AllBlocksCleared"} and not index.held
-    changes.take_out()
     engine.close()
 
 
@@ -291,11 +319,11 @@ Publish = Callable[..., tuple[EventPublisher, Reader]]
 
 @pytest.fixture
 def publish() -> Iterator[Publish]:
-    """Return a function that makes a publisher, not started yet, and a reader of it."""
+    """Return a function that makes a publisher and a reader of it."""
     with ExitStack() as stack:
 
-        def _publish(source: Any, **options: Any) -> tuple[EventPublisher, Reader]:
-            publisher = EventPublisher(source, LOOPBACK, LOOPBACK, **options)
+        def _publish(source: Any) -> tuple[EventPublisher, Reader]:
+            publisher = EventPublisher(source, LOOPBACK, LOOPBACK)
             reader = stack.enter_context(closing(Reader(publisher)))
             return stack.enter_context(closing(publisher)), reader
 
@@ -305,15 +333,16 @@ def publish() -> Iterator[Publish]:
 def test_the_frames_are_those_that_vllm_s_publisher_sent(
     publish: Publish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An invalid replay request is not answered; a batch that cannot be packed ends nothing, and
-    the end sends what is left."""
+    """An invalid replay request is not answered, and the end sends what is left."""
     contents = [batch["content"] for batch in RECORD["batches"]]
-    times = iter([*(now for now, *_ in contents), 1.0, 2.0])
+    times = iter([*(now for now, *_ in contents), 1.0])
     clock = SimpleNamespace(time=lambda: next(times))
-    monkeypatch.setattr("common.serve.kv_publisher.time", clock)
-    source = Scripted([events for _, events, _ in contents])
-    publisher, reader = publish(source, topic="kv")
-    publisher.start()
+    monkeypatch.setattr(kv_publisher, "time", clock)
+    monkeypatch.setattr(kv_publisher, "TOPIC", b"kv")
+    source = Scripted([])
+    publisher, reader = publish(source)
+    time.sleep(0.2)  # until the reader has subscribed
+    source.batches += [events for _, events, _ in contents]
     for expected, batch in zip(RECORD["heads"], RECORD["batches"], strict=True):
         *heads, payload = frames(reader.socket)
         assert [part.hex() for part in heads] == expected
@@ -326,21 +355,19 @@ def test_the_frames_are_those_that_vllm_s_publisher_sent(
         assert [part.hex() for part in heads] == expected[:-1]
         theirs = bytes.fromhex(expected[-1])
         assert payload == theirs or msgpack.unpackb(payload) == msgpack.unpackb(theirs)
-    source.batches.append([{"type": object()}])
-    publisher.wake()
-    wait_for(lambda: source.num_anew == 1)
-    monkeypatch.setattr("common.serve.kv_publisher.POLL_S", 2 * LIMIT_S)
     source.batches.append([CLEARED])
     publisher.close()
     assert msgpack.unpackb(frames(reader.socket)[2])[1] == [CLEARED]
     assert not reader.replays.poll(0)
 
 
-def test_a_full_snapshot_is_sent_only_if_a_requested_message_was_dropped(publish: Publish) -> None:
+def test_a_full_snapshot_is_sent_only_if_a_requested_message_was_dropped(
+    publish: Publish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_publisher, "BUFFER_STEPS", 2)
     for num, first, num_anew in (5, 2, 1), (5, 3, 0), (0, 0, 0):
         source = Scripted([[CLEARED]] * num)
-        publisher, reader = publish(source, buffer_steps=2)
-        publisher.start()
+        publisher, reader = publish(source)
         wait_for(lambda source=source: not source.batches)
         reader.next = first
         reader.catch_up()
@@ -353,14 +380,14 @@ def test_a_full_snapshot_is_sent_only_if_a_requested_message_was_dropped(publish
 
 @contextmanager
 def heard(engine: LLMEngine) -> Iterator[Reader]:
-    """A reader; when it ends, the engine is as it was."""
-    parts = engine.scheduler.plugins, engine.prefix_cache.listener
+    """A reader; when it ends, the cache's listener is the one that it was."""
+    listener = engine.prefix_cache.listener
     events = KVEvents(engine, LOOPBACK, LOOPBACK)
     with closing(engine), closing(Reader(events.publisher)) as reader:
         yield reader
-        events.take_out(engine)
+        events.close()
         reader.read_until(lambda: not reader.index.prefixes())
-    assert (engine.scheduler.plugins, engine.prefix_cache.listener) == parts
+    assert engine.prefix_cache.listener is listener
     assert not events.publisher._thread.is_alive()
 
 
@@ -385,12 +412,11 @@ def test_a_late_reader_gets_every_block(oracle: Oracle, loaded, one_thread, tmp_
 def test_an_address_that_cannot_be_had_changes_nothing(publish: Publish, loaded) -> None:
     taken = publish(Scripted([]))[0].endpoint
     engine = engine_of(loaded, "hash")
-    plugins = engine.scheduler.plugins
     for wrong in [(taken, None), (LOOPBACK, taken), ("nowhere", None)]:
         name = "kv_events_replay" if wrong[1] else "kv_events"
         with pytest.raises(ValueError, match=rf"^{name} must .*'tcp://\*:5557', got '"):
             KVEvents(engine, *wrong)
-    assert engine.scheduler.plugins == plugins
+    assert engine.prefix_cache.listener is None
     engine.generate_batch([list(range(9))], greedy_params(1))
     with pytest.raises(ValueError, match="kv_events needs an empty prefix cache"):
         KVEvents(engine, LOOPBACK)

@@ -109,7 +109,7 @@ def present(state: Frame | None) -> Any:
 
 
 def watch_of(server: Running) -> FrameRecorder | None:
-    return server.call(lambda engine: engine._plugins.get("watch"))
+    return server.call(lambda engine: engine.frame_recorder)
 
 
 @pytest.fixture
@@ -413,7 +413,7 @@ def test_the_page_asks_for_the_key_and_says_once_that_it_may_not_look(
         expect(page.locator(".key-form")).to_be_hidden()
         page.reload()
     gate = keyed.app.state.server.live.gate
-    monkeypatch.setattr(gate.admission, "config", GateConfig("0.0.0.0"))
+    monkeypatch.setattr(gate, "config", GateConfig("0.0.0.0"))
     page = open_tab(keyed, may_be_refused=True)
     is_quiet("does not show its engine")
     write(page, PROMPTS[:1])

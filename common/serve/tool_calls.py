@@ -17,13 +17,13 @@ See common/serve/README.md#tools-and-reasoning"""
 from __future__ import annotations
 
 import json
-import re
 import secrets
 import string
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+import regex
 
 from common.serve.errors import bad
 from grammars import Json, map_schemas
@@ -33,9 +33,9 @@ CALL, END_CALL = "<tool_call>", "</tool_call>"
 MARKS = (THINK, END_THINK, CALL, END_CALL)
 _DECODER = json.JSONDecoder(strict=False)  # a model can write line breaks within strings
 _ID_LETTERS = string.ascii_letters + string.digits  # Mistral's templates allow only nine of these
-_NAME = re.compile(r"[\w.:/-]{1,256}")
-State = Callable[[dict[str, Any]], bool]
-_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+_SEPARATORS = " \n\r\t,[]"  # of an array of calls
+_BEGINNING = regex.compile(rf"\s*{THINK}")
+_MARK = regex.compile(rf"\n*(?:{END_THINK}|{CALL})|\s*{END_CALL}")
 
 
 # -- the tools of a chat request
@@ -75,40 +75,6 @@ class ToolUse:
         max_items = {} if self.is_parallel else {"maxItems": 1}
         array = {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
         return array | max_items | {"$defs": all_schemas}
-
-
-def tool_use(tools: Any, choice: Any, is_parallel: bool | None) -> ToolUse:
-    """Return the validated tools and choice of a chat. Raises `ApiError`."""
-    schemas = schemas_of(tools or ())
-    if isinstance(choice, dict) and choice.get("type", "function") == "function":
-        function = choice.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
-        if isinstance(name, str) and name in schemas:
-            return ToolUse(schemas, "named", name)
-    choice = ("auto" if schemas else "none") if choice is None else choice
-    if choice != "none" and not (schemas and choice in ("auto", "required")):
-        allowed = "'none', or with tools 'auto', 'required' or the name of one of them, as in "
-        allowed += "{'type': 'function', 'function': {'name': 'f'}}"
-        raise bad(f"tool_choice must be {allowed}, got {choice!r:.200}", "tool_choice")
-    return ToolUse(schemas, choice, is_parallel=is_parallel is not False)
-
-
-def schemas_of(tools: Any) -> dict[str, dict[str, Any]]:
-    """Return the JSON schema of each function's parameters, by name. Raises `ApiError`."""
-    schemas: dict[str, dict[str, Any]] = {}
-    for i, tool in enumerate(tools):
-        function = tool.get("function")
-        if tool.get("type", "function") != "function" or not isinstance(function, dict):
-            raise bad(f"tools[{i}] must be {{'type': 'function', 'function': {{...}}}}", "tools")
-        name = function.get("name")
-        schema = function.get("parameters") or _NO_PARAMETERS
-        if not isinstance(name, str) or not _NAME.fullmatch(name) or name in schemas:
-            allowed = "letters, digits and _-.:/ only, and another one for each tool"
-            raise bad(f"tools[{i}].function.name must be {allowed}, got {name!r:.200}", "tools")
-        if not isinstance(schema, dict) or schema.get("type", "object") != "object":
-            raise bad(f"tools[{i}].function.parameters must be an object's JSON schema", "tools")
-        schemas[name] = {"type": "object"} | schema
-    return schemas
 
 
 def _rooted(root: str, schema: dict[str, Any]) -> dict[str, Any]:
@@ -151,45 +117,37 @@ class Reader:
 
 class Reply:
     """An incremental parser for the text of one choice. `prompt_end` is the end of the prompt from
-    its last mark of reasoning on, if the answer begins after that mark. The states are methods that
-    consume `_text` and return whether the next state can continue."""
+    its last mark of reasoning on, if the answer begins after that mark."""
 
     def __init__(self, reader: Reader, prompt_end: str = "") -> None:
         self._tools = reader.tools
         self._shows_reasoning = reader.shows_reasoning
-        self.has_thought = False
+        self.has_thought = reader.has_reasoning and prompt_end.startswith(THINK)
         self.is_thought_over = False  # this and the next are counted by the answer
         self.num_thought_tokens = 0
-        self._new_text = ""
-        self._text = ""  # arrived and not parsed yet, with the new text
-        self._is_last = False
-        self._mark = ""  # the last mark, with the newlines before it
-        self._is_after_mark = False
-        self._field = ""  # the field of the text before the last mark
-        self._content_marks: dict[str, State] = {}  # with the state after each mark
-        if self._tools.choice == "auto":
-            self._content_marks[CALL] = self._object
+        self._text = ""  # arrived and not parsed yet
         self._num_calls = 0
-        self._is_array = self._tools.choice == "required"
-        if self._tools.choice == "named":
-            self._state = self._named
-        elif self._is_array:
-            self._state = self._object
-        elif reader.has_reasoning:
-            self._begins_in_thought = prompt_end.startswith(THINK)
-            self._is_after_mark = prompt_end.rstrip() == THINK
-            self._state = self._beginning
-        else:
-            self._state = self._content
+        self._is_after_mark = prompt_end.rstrip() == THINK
+        # Models repeat a mark of the prompt.
+        self._is_beginning = reader.has_reasoning and (self._is_after_mark or not self.has_thought)
+        self._is_reasoning = self.has_thought
 
     def delta(self, text: str, is_last: bool) -> dict[str, Any]:
         """Return the fields of a stream's delta for the new `text`."""
-        self._new_text = text
         self._text += text
-        self._is_last = is_last
         fields: dict[str, Any] = {}
-        while self._state(fields):
-            pass
+        has_end = is_last or "}" in text  # of a call
+        if self._tools.choice == "named":
+            self._pass_arguments(fields)
+        elif self._tools.choice == "required":
+            self._text = self._text.lstrip(_SEPARATORS)
+            while has_end and self._take_call(fields, self._text):
+                self._text = self._text.lstrip(_SEPARATORS)
+            if is_last:
+                self._add_text(fields, self._text)
+        elif not self._is_beginning or self._begin(is_last):
+            while self._take_part(fields, is_last, has_end):
+                pass
         if not self._shows_reasoning:
             fields.pop("reasoning_content", None)
         if "reasoning_content" in fields:
@@ -208,109 +166,82 @@ class Reply:
         is_call = self._num_calls and reason == "stop" and self._tools.choice != "named"
         return "tool_calls" if is_call else reason
 
-    # -- states
-
-    def _beginning(self, fields: dict[str, Any]) -> bool:
-        """Find out whether the answer begins with a thought. Models repeat a mark of the prompt."""
-        text = self._text.lstrip()
-        can_have_mark = self._is_after_mark or not self._begins_in_thought
-        has_mark = can_have_mark and text.startswith(THINK)
-        if can_have_mark and not has_mark and not self._is_last and THINK.startswith(text):
-            return False
-        if has_mark:
-            self._text = text[len(THINK) :]
-            self._is_after_mark = True
-        self.has_thought = has_mark or self._begins_in_thought
-        self._state = self._reasoning if self.has_thought else self._content
-        return True
-
-    def _reasoning(self, fields: dict[str, Any]) -> bool:
-        marks = {END_THINK: self._content} | self._content_marks
-        return self._take(fields, "reasoning_content", marks)
-
-    def _content(self, fields: dict[str, Any]) -> bool:
-        return self._take(fields, "content", self._content_marks)
-
-    def _named(self, fields: dict[str, Any]) -> bool:
-        """Pass on the arguments as they come."""
+    def _pass_arguments(self, fields: dict[str, Any]) -> None:
+        """Pass on the arguments of the named function as they come."""
         if self._text and not self._num_calls:
-            self._call(fields, self._tools.name, self._text)
+            self._add_call(fields, self._tools.name, self._text)
         elif self._text:
             fields["tool_calls"] = [{"index": 0, "function": {"arguments": self._text}}]
         self._text = ""
-        return False
 
-    def _object(self, fields: dict[str, Any]) -> bool:
-        """Parse the object of a call, when it is complete."""
-        text = self._text.lstrip(" \n\r\t,[]" if self._is_array else None)
-        if not text and (self._is_array or not self._is_last):
+    def _begin(self, is_last: bool) -> bool:
+        """Find out whether the answer begins with a thought. Returns False to wait for more."""
+        found = _BEGINNING.match(self._text, partial=not is_last)
+        if found is not None and found.partial:
             return False
-        if not text.startswith("{"):
-            return self._no_call(fields)
-        if "}" not in self._new_text and not self._is_last:
-            return False
-        try:
-            found, end = _DECODER.raw_decode(text)
-        except (ValueError, RecursionError):
-            return self._is_last and self._no_call(fields)
-        call = _whole_call(found)
-        if call is None:
-            return self._no_call(fields)
-        self._call(fields, *call)
-        self._text = text[end:]
-        self._state = self._object if self._is_array else self._after_call
-        return True
-
-    def _no_call(self, fields: dict[str, Any]) -> bool:
-        """Go on with the text before the mark, which was not that of a call."""
-        self._is_after_mark = False
-        self._state = self._reasoning if self._field == "reasoning_content" else self._content
-        if self._mark:
-            fields[self._field] = fields.get(self._field, "") + self._mark
-        return True
-
-    def _after_call(self, fields: dict[str, Any]) -> bool:
-        """Skip the mark that ends a call."""
-        text = self._text.lstrip()
-        is_part = END_CALL.startswith(text)
-        if is_part and text != END_CALL and not self._is_last:
-            return False
-        self._text = "" if is_part else text.removeprefix(END_CALL)
-        self._is_after_mark = True
-        self._state = self._content
-        return True
-
-    # -- helpers of the states
-
-    def _take(self, fields: dict[str, Any], name: str, marks: dict[str, State]) -> bool:
-        """Add the text before the first mark, and skip the mark if it has arrived. Text that can be
-        a part of a mark, and newlines before that text, wait for more text."""
-        text = self._text.lstrip("\n") if self._is_after_mark else self._text
-        self._is_after_mark &= not text
-        found = min((m for m in marks if m in text), key=text.find, default="")
-        start = text.find(found) if found else len(text)
-        pending = 0 if found or self._is_last else _num_pending(text, marks)
-        taken = text[: start - pending]
-        if marks and (found or not self._is_last):
-            taken = taken.rstrip("\n")
-        self._text = text[len(taken) :]
-        if found:
-            end = start + len(found)
-            self._mark = text[len(taken) : end]
-            self._field = name
-            self._text = text[end:]
+        self._is_beginning = False
+        if found is not None:
+            self._text = self._text[found.end() :]
             self._is_after_mark = True
-            self._state = marks[found]
-        if taken:
-            fields[name] = fields.get(name, "") + taken
-        return bool(found)
+            self.has_thought = True
+        self._is_reasoning = self.has_thought
+        return True
 
-    def _call(self, fields: dict[str, Any], name: str, arguments: str) -> None:
-        """Add the call of a function. As in vLLM, a call ends the reasoning, so the mark for its
-        end means nothing afterwards."""
+    def _take_part(self, fields: dict[str, Any], is_last: bool, has_end: bool) -> bool:
+        """Take the text before the next mark, and the mark with the call that it may begin. What
+        can be a part of them waits for more text. Returns whether there can be more to take."""
+        if self._is_after_mark:
+            self._text = self._text.lstrip("\n")
+        found = _MARK.search(self._text, partial=not is_last)
+        start = len(self._text) if found is None else found.start()
+        self._add_text(fields, self._text[:start])
+        self._text = self._text[start:]
+        if found is None or found.partial:
+            return False
+        mark = found[0]
+        rest = self._text[len(mark) :]
+        is_call = mark.endswith(CALL) and self._tools.choice == "auto"
+        if is_call:
+            body = rest.lstrip()
+            if has_end and self._take_call(fields, body):
+                return True
+            if not is_last and (not body or body.startswith("{")):
+                return False
+        self._text = rest
+        # As in vLLM, a call ends the reasoning, so the mark for its end means nothing afterwards.
+        if not is_call and (self._num_calls or (self._is_reasoning and END_THINK in mark)):
+            self._is_reasoning = False
+            self._is_after_mark = True
+        else:
+            self._add_text(fields, mark)
+        return True
+
+    def _take_call(self, fields: dict[str, Any], text: str) -> bool:
+        """Take the call at the beginning of `text`. Returns False if there is none, or not all."""
+        try:
+            call, end = _DECODER.raw_decode(text)
+        except (ValueError, RecursionError):
+            return False
+        name = call.get("name") if isinstance(call, dict) else None
+        if not name or not isinstance(name, str):
+            return False
+        arguments = call.get("arguments") or call.get("parameters") or {}
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        self._add_call(fields, name, arguments)
+        self._text = text[end:]
+        self._is_reasoning = False
+        self._is_after_mark = True
+        return True
+
+    def _add_text(self, fields: dict[str, Any], text: str) -> None:
+        name = "reasoning_content" if self._is_reasoning else "content"
+        if text:
+            fields[name] = fields.get(name, "") + text
+            self._is_after_mark = False
+
+    def _add_call(self, fields: dict[str, Any], name: str, arguments: str) -> None:
         self._num_calls += 1
-        if self._field == "reasoning_content":
-            self._content_marks[END_THINK] = self._content
         if self._num_calls > 1 and not self._tools.is_parallel:
             return
         call = {
@@ -320,18 +251,3 @@ class Reply:
             "function": {"name": name, "arguments": arguments},
         }
         fields.setdefault("tool_calls", []).append(call)
-
-
-def _num_pending(text: str, marks: Iterable[str]) -> int:
-    """Return the number of characters at the end of `text` that can be the beginning of a mark."""
-    lengths = (n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n]))
-    return max(lengths, default=0)
-
-
-def _whole_call(call: dict[str, Any]) -> tuple[str, str] | None:
-    """Return the name and the arguments of a call; None: it is not one."""
-    name = call.get("name")
-    arguments = call.get("arguments") or call.get("parameters") or {}
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return (name, arguments) if name and isinstance(name, str) else None

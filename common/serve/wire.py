@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -25,7 +24,7 @@ from pydantic import (
 from common.requests.input_processor import RequestOptions
 from common.sampling.sampling_rules import SAMPLING_RULES
 from common.serve.errors import ApiError, api_error, bad
-from common.serve.tool_calls import ToolUse, tool_use
+from common.serve.tool_calls import ToolUse
 from grammars import Json
 from request import SamplingParams
 
@@ -94,20 +93,26 @@ class Body(BaseModel):
 
     def error(self, error: Exception) -> ApiError:
         """Return the error for the client that sent this body, with `param` as a field of it."""
-        names = self._names_in_engine
-        found = api_error(error, names.keys() | type(self).model_fields.keys())
-        if (name := found.param) in names:
-            found.param = param = names[name]
-            if name in ("schema", "choice"):  # parts of the field
-                found.message = f"{param}: {found.message}"
-            elif found.message.startswith(name):
-                found.message = param + found.message.removeprefix(name)
+        found = api_error(error, _FIELDS_OF.keys() | type(self).model_fields.keys())
+        name = found.param
+        for field in _FIELDS_OF.get(name or "", ()):
+            if getattr(self, field, None) is not None:
+                found.param = field
+                is_part = name in ("schema", "choice")  # of the field
+                rest = f": {found.message}" if is_part else found.message.removeprefix(str(name))
+                found.message = field + rest
+                break
         return found
 
-    @property
-    def _names_in_engine(self) -> dict[str, str]:
-        """The body's field by the name with which the engine's messages begin, if it is another."""
-        return {}
+
+# By the name with which an engine's message begins: the fields that it can mean.
+_GRAMMARS = ("structured_outputs", "response_format", "tools")
+_FIELDS_OF: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("grammar", "schema", "choice"), _GRAMMARS),
+    "adapter": ("model",),
+    "prompt": ("messages",),
+    "max_tokens": ("max_completion_tokens",),
+}
 
 
 def _wrong_body(error: ValidationError) -> ApiError:
@@ -121,13 +126,6 @@ def _wrong_body(error: ValidationError) -> ApiError:
     return bad(f"{place or 'the body'}: {message}", field)
 
 
-def _few(value: Any) -> Any:
-    """Refuse a long dictionary before its entries are looked at."""
-    if isinstance(value, dict) and len(value) > MAX_BIASES:
-        raise ValueError(f"must have at most {MAX_BIASES} entries")
-    return value
-
-
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -136,6 +134,20 @@ class StreamOptions(Body):
 class ResponseFormat(Body):
     type: str
     json_schema: dict[str, Any] | None = None
+
+
+class Function(Body):
+    name: str = Field(max_length=256, pattern=r"^[\w.:/-]+$")
+    parameters: dict[str, Any] | None = None  # a JSON schema
+
+
+class Tool(Body):
+    type: Literal["function"] = "function"
+    function: Function
+
+
+Tools = Annotated[list[Tool], Field(fail_fast=True)]
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 _NUMBERS: dict[str, Any] = {r.name: (type(r.default) | None, None) for r in SAMPLING_RULES}
@@ -158,7 +170,7 @@ class GenerateBody(RuleNumbers):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_few)] = None
+    logit_bias: dict[int, float] | None = Field(None, max_length=MAX_BIASES)
     allowed_token_ids: Numbers | None = None
     bad_words: Strings | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -188,12 +200,6 @@ class GenerateBody(RuleNumbers):
         except ValueError as error:
             raise self.error(error) from error
 
-    @property
-    def _names_in_engine(self) -> dict[str, str]:
-        form = self.structured_outputs is None and self.response_format is not None
-        grammar = "response_format" if form else "structured_outputs"
-        return {**dict.fromkeys(("grammar", "schema", "choice"), grammar), "adapter": "model"}
-
     def _check(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise bad("stream_options must be null without stream", "stream_options")
@@ -205,33 +211,20 @@ class GenerateBody(RuleNumbers):
                 raise bad(f"{name} must have at most {MAX_TEXT} bytes in all strings", name)
         self.check_extra()
 
-    def within_entries(
-        self, num_tokens: list[int], params: SamplingParams, max_model_len: int
-    ) -> SamplingParams:
-        """Return `params` within `MAX_ENTRIES` log-probabilities per answer. `num_tokens` are the
-        lengths of the prompts, `max_model_len` is the model's maximum length. If the client gave no
-        `max_tokens`, it is lowered to fit. Raises `ApiError` if the client's values exceed the
-        limit."""
-        width = _width(params.logprobs)
-        names = ("max_tokens", "max_completion_tokens")
-        if width and all(getattr(self, name, None) is None for name in names):
-            fits = max(1, MAX_ENTRIES // (params.n * len(num_tokens) * width))
-            if fits < min(params.max_tokens or max_model_len, max_model_len - min(num_tokens)):
-                params = replace(params, max_tokens=fits)
-        in_prompts = _width(params.prompt_logprobs) * sum(num_tokens)
-        rooms = [max(0, max_model_len - num) for num in num_tokens]
-        in_outputs = width * sum(min(params.max_tokens or room, room) for room in rooms)
-        found = params.n * (in_prompts + in_outputs)
-        if found > MAX_ENTRIES:
-            name = "logprobs"
-            if in_prompts > in_outputs:
-                name = "echo" if self.prompt_logprobs is None else "prompt_logprobs"
-            raise bad(
-                f"{name}: prompts x n x tokens x logprobs must be at most {MAX_ENTRIES:,}, got "
-                f"{found:,}; ask for fewer of them, or lower max_tokens",
-                name,
-            )
-        return params
+    def within_entries(self, num_tokens: list[int], params: SamplingParams) -> SamplingParams:
+        """Return `params` with `max_tokens` lowered, so that an answer has at most `MAX_ENTRIES`
+        log-probabilities. `num_tokens` are the lengths of the prompts. Raises `ApiError` if those
+        of the prompts alone are more."""
+        in_prompts = params.n * _width(params.prompt_logprobs) * sum(num_tokens)
+        if in_prompts >= MAX_ENTRIES:
+            name = "echo" if self.prompt_logprobs is None else "prompt_logprobs"
+            limit = f"less than {MAX_ENTRIES:,}, got {in_prompts:,}"
+            raise bad(f"{name}: prompts x n x tokens x logprobs must be {limit}", name)
+        width = params.n * len(num_tokens) * _width(params.logprobs)
+        if width == 0:
+            return params
+        fits = max(1, (MAX_ENTRIES - in_prompts) // width)
+        return replace(params, max_tokens=min(fits, params.max_tokens or fits))
 
     def _grammar(self) -> Any:
         form = self.response_format
@@ -291,7 +284,7 @@ class TemplateBody(Body):
     documents: Messages | None = None
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
-    tools: Messages | None = None
+    tools: Tools | None = None
 
 
 class ChatBody(GenerateBody, TemplateBody):
@@ -300,19 +293,22 @@ class ChatBody(GenerateBody, TemplateBody):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     max_completion_tokens: int | None = None
     include_reasoning: bool | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Literal["none", "auto", "required"] | Tool | None = None
     parallel_tool_calls: bool | None = None
-
-    @property
-    def _names_in_engine(self) -> dict[str, str]:
-        limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        found = super()._names_in_engine | {"prompt": "messages", "max_tokens": limit}
-        is_call = self.tool_choice not in (None, "none", "auto")
-        return found | dict.fromkeys(("grammar", "schema") if is_call else (), "tools")
 
     def tool_use(self) -> ToolUse:
         """Return the tools and their choice. Raises `ApiError`."""
-        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+        functions = [tool.function for tool in self.tools or ()]
+        schemas = {f.name: {"type": "object"} | (f.parameters or _NO_PARAMETERS) for f in functions}
+        choice = self.tool_choice or ("auto" if schemas else "none")
+        name = ""
+        if isinstance(choice, Tool):
+            name = choice.function.name
+            choice = "named"
+        is_known = name in schemas if name else bool(schemas)
+        if choice != "none" and not is_known:
+            raise bad("tool_choice must be 'none' or for one of the tools", "tool_choice")
+        return ToolUse(schemas, choice, name, is_parallel=self.parallel_tool_calls is not False)
 
     def _grammar(self) -> Any:
         tools = self.tool_use()
@@ -345,10 +341,6 @@ class TokenizeBody(TemplateBody):
     messages: Messages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-
-    @property
-    def _names_in_engine(self) -> dict[str, str]:
-        return {} if self.messages is None else {"prompt": "messages"}
 
 
 class DetokenizeBody(Body):

@@ -28,7 +28,6 @@ import pytest
 
 from common.engine import EngineConfig, LLMEngine
 from common.requests.output_processor import RequestOutput
-from common.runner.pipeline import PipelinedEngineCore
 from common.tests.engine_oracle import Oracle, full_of_nan, greedy_params, num_replays
 from common.tests.equivalence_axes import (
     SPECULATIVE,
@@ -42,6 +41,7 @@ from common.tests.local_stages import pipelined_engine
 from common.tests.small_models import CPU, FEWER, LENGTHS, Subject, subject
 from compiled_attention import HeadMajorKVCache
 from grouped_kv_memory import max_blocks
+from pipeline_plugin import PipelinePlugin
 from request import SamplingParams
 from step_record import StepRecord
 from tiered_cache import KVTierConfig
@@ -269,7 +269,7 @@ def _serve(combination: Combination, engine: LLMEngine) -> Summary:
         num_overlapped,
         num_replays(engine) if settings["pipeline_parallel_size"] == 1 else 0,
         isinstance(engine.kv_cache, HeadMajorKVCache),
-        isinstance(engine.core, PipelinedEngineCore),
+        isinstance(engine.parts.in_flight_plans, PipelinePlugin),
     )
     if aborted is None and settings["speculative"] is None and not watch.is_ahead:
         # The last token of each is never fed back.

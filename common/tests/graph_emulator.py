@@ -165,7 +165,7 @@ def _worst(dtype: torch.dtype) -> int:
 
 
 class EmulatedGraphs:
-    """`Graphs` that raise `GraphError` where a CUDA graph would give wrong tokens or worse."""
+    """`CudaGraphs` that raise `GraphError` where a CUDA graph would give wrong tokens or worse."""
 
     def __init__(self) -> None:
         self._recordings: dict[int, _Recording] = {}
@@ -203,7 +203,7 @@ class EmulatedGraphs:
 
 
 class EagerGraphs:
-    """`Graphs` that call the function again: only the buckets and their padding are tested."""
+    """`CudaGraphs` that call the function again: only the buckets and their padding are tested."""
 
     def __init__(self) -> None:
         self._functions: dict[int, Callable[[], torch.Tensor]] = {}

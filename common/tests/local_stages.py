@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.assembly.assembly import LocalRunnerParts, find_limits, make_runner
+from common.assembly.assembly import RunnerParts, find_limits, make_runner
 from common.engine import EngineConfig, LLMEngine
 from common.models.collectives import Collectives
 from common.models.loader import LoadedModel, load_model
@@ -48,7 +48,7 @@ class Line(Collectives):
 class Stage:
     """Computes plans in a thread, in order, each from its bytes."""
 
-    def __init__(self, local: LocalRunnerParts) -> None:
+    def __init__(self, local: RunnerParts) -> None:
         self.local = local
         self.plans = queue.Queue()
         threading.Thread(target=self._serve, daemon=True).start()
@@ -112,7 +112,7 @@ def pipelined_engine(
 
     def make_parts(config: EngineConfig, loaded: Any, draft: Any, tokenizer: Any):
         lines: list[Line] = []
-        parts: list[LocalRunnerParts] = []
+        parts: list[RunnerParts] = []
         for stage in range(config.pipeline_parallel_size):
             line = Line(Ranks(1, config.pipeline_parallel_size, stage), lines)
             part = load_model(
@@ -120,14 +120,14 @@ def pipelined_engine(
             )
             parts.append(make_runner(config, part, draft, find_limits(config, part, tokenizer)))
         runner = LocalStages([Stage(local) for local in parts])
-        side = replace(
+        return replace(
             parts[-1],
             close=runner.close,
             runner=runner,
             block_io=lambda: pytest.fail("no connectors here"),
             is_queued=True,
+            tokenizer=tokenizer,
         )
-        return side, tokenizer
 
     monkeypatch.setattr(remote, "start_runner", make_parts)
     config = EngineConfig(check_invariants=True, **{"pipeline_parallel_size": 2, **options})

@@ -44,7 +44,7 @@ def executor_of(engine: LLMEngine) -> Executor:
 
 def side_of(engine: LLMEngine) -> RunnerParts:
     """What computes for it, which is not ended with another engine that uses it."""
-    return replace(engine.parts.runner, close=None)
+    return replace(engine.parts.runner, close=int)
 
 
 def engine_around(side: RunnerParts, tokenizer: Tokenizer, **config) -> LLMEngine:
@@ -54,8 +54,8 @@ def engine_around(side: RunnerParts, tokenizer: Tokenizer, **config) -> LLMEngin
     assert isinstance(kv_cache, KVSizeOfRanks) and made.num_blocks <= kv_cache.num_blocks
     side = replace(side, kv_cache=replace(kv_cache, num_blocks=made.num_blocks))
 
-    def make(*_) -> tuple:
-        return side, tokenizer
+    def make(*_) -> RunnerParts:
+        return replace(side, tokenizer=tokenizer)
 
     with mock.patch.object(remote, "start_runner", make):
         return LLMEngine(made)

@@ -197,7 +197,6 @@ def test_names_and_directories_that_are_none(model, directories, prompts, tmp_pa
         lambda: generate([None]): "adapter must .* 2 prompts, got 1",
         lambda: generate(5): "adapter must be a str.*, got 5",
         lambda: generate(""): "adapter must .*'attention', .*, got ''",
-        lambda: engine.add_requests([("a", two[0], PARAMS)], []): "shorter",
         lambda: engine.load_adapter("attention", "x"): "name must be unused, got 'attention'",
         lambda: engine.load_adapter("", "x"): "name must be a non-empty str, got ''",
         lambda: engine.load_adapter("new", None): "directory must be a path, got None",

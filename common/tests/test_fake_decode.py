@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from common.runner.batch_state import BatchState
-from common.runner.graphs import DecodeGraphs, GraphRunner, ReplayMetadata
+from common.runner.graphs import DecodeGraphs, GraphRunner
 from common.runner.kv_sizing import allocate_kv_cache
 from common.sampling.sampler import Sampler
 from common.sampling.sampling_columns import SamplingColumns
@@ -69,7 +69,6 @@ def test_whole_steps_that_are_begun_a_step_ahead(monkeypatch) -> None:
         for step in (plan, next_step(plan, 0), next_step(plan, 1)):
             batch = runner.prepare(step)
             assert batch is not None
-            assert isinstance(batch.attention[0], ReplayMetadata) == (step is not plan)
             logits = runner.forward(batch)
             assert logits.shape == (len(KINDS), loaded.config.vocab_size)
             output = runner.state.sampled = runner.sample(batch, logits)

@@ -20,7 +20,9 @@ def apply_top_a(logits, top_a):
 ADDED = {  # module, file: what is added behind which line
     ("request", "01_batching/request.py"): {
         "    min_p: float = 0.0\n": "    top_a: float = 0.0\n",
-        '    "min_p": ("[0.0, 1.0]", 0.0, 1.0),\n': '    "top_a": ("[0.0, 1.0]", 0.0, 1.0),\n',
+        '    "min_p": ("a finite number in [0.0, 1.0]", 0.0, 1.0),\n': (
+            '    "top_a": ("a finite number in [0.0, 1.0]", 0.0, 1.0),\n'
+        ),
     },
     ("common.sampling.sampling_rules", "common/sampling/sampling_rules.py"): {
         '    SamplingRule("min_p", 0.15, apply_min_p, is_recommended=True),\n': (

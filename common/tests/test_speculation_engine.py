@@ -80,7 +80,6 @@ def test_any_guess_whatever_leaves_the_tokens_as_they_are(script, oracle, loaded
     num_fed = sum(len(oracle.prompts[i]) + MAX_TOKENS - 1 for i in indices)
     assert stats.scheduled_tokens == num_fed + drafted - accepted
     assert stats.num_passes + accepted == stats.output_tokens
-    assert sum(stats.accepted_by_position) == accepted
     assert {len(o.metrics.inter_token_latencies) for o in outputs} == {MAX_TOKENS - 1}
 
 

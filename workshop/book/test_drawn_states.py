@@ -103,7 +103,7 @@ def make_loop(num_blocks: int, kind: type = Scheduler, **options) -> SchedulerLo
 
 
 @pytest.mark.parametrize(
-    ("group", "options"), [("filled", {"watermark": 0.0}), ("reserved", {"reserve_all": True})]
+    ("group", "options"), [("filled", {"watermark": 0.0}), ("reserved", {"max_preemptions": 0})]
 )
 def test_preemption(group: str, options: dict) -> None:
     """Four requests of 6 tokens that generate 14 each. A cell is a block over some steps."""

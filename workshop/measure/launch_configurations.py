@@ -6,8 +6,8 @@ sizes of one attention kernel. They can be compiled for a GPU that this machine 
 (`resources.py`).
 
     kernel                       once for each
-    attention, merging of splits tile size, model
-    planning                     all models
+    attention                    tile size, model
+    merging of splits            model
     between matrices, 3 kernels  model
     rejection, matching          where drafts come with probabilities, where they come without
 
@@ -23,7 +23,7 @@ from common.engine_config import EngineConfig
 from common.models.layer_groups import Window
 from common.models.model_config import ModelConfig
 from kernel_launch import DEFAULT_ARCHITECTURE, AttentionShape, Launch
-from paged_attention_triton import attention_launch, merge_launch, plan_launch
+from paged_attention_triton import attention_launch, merge_launch
 
 
 def launch_configurations(
@@ -32,7 +32,6 @@ def launch_configurations(
     dtype: torch.dtype,
     architecture: int = DEFAULT_ARCHITECTURE,
     draft: ModelConfig | None = None,
-    float32_precision: str = "ieee",
     is_interpreted: bool = False,
     vocab_size: int | None = None,  # None: the model's; an engine leaves out ids without a token
     windows: Collection[Window] = (None,),  # of the model's groups of layers
@@ -42,17 +41,13 @@ def launch_configurations(
     launches: list[Launch] = []
     if dtype != torch.float64:
         for config in (model,) if draft is None else (model, draft):
-            shape = attention_shape(
-                config, engine, dtype, architecture, float32_precision, is_interpreted
-            )
+            shape = attention_shape(config, engine, dtype, architecture, is_interpreted)
             for window in {window or 0 for window in windows}:
-                # Without `write_kv`, which `rotate_and_write` replaces.
                 windowed = shape._replace(window=window)
                 for is_short in (True, False):
                     launches.append(attention_launch(windowed, is_short))
-                    launches.append(merge_launch(windowed, is_short))
+            launches.append(merge_launch(config.head_dim, dtype))
             launches += layer_launches(config, shape)
-        launches.append(plan_launch())
     if engine.speculation is not None:
         launches += verification_launches(vocab_size or model.vocab_size, engine, dtype)
     return launches
@@ -63,7 +58,6 @@ def attention_shape(
     engine: EngineConfig,
     dtype: torch.dtype,
     architecture: int,
-    float32_precision: str,
     is_interpreted: bool,
 ) -> AttentionShape:
     """Return the shape of the attention launches. Queries have a separate tensor, as written by
@@ -79,7 +73,6 @@ def attention_shape(
         block_size=block_size,
         cache_strides=(block_size * slot_stride, slot_stride, head_dim),
         dtype=dtype,
-        float32_precision=float32_precision,
         is_interpreted=is_interpreted,
         architecture=architecture,
     )

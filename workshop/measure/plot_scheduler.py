@@ -19,7 +19,7 @@ from common.engine_config import EngineConfig
 from preemptive_scheduler import PreemptiveScheduler
 from prefill_first_scheduler import PrefillFirstScheduler
 from scheduler import Scheduler, make_kv_memory
-from sglang_policies import POLICIES, policy_over
+from sglang_policies import POLICIES, policy_by_name
 from step_record import StepRecord
 from workshop.book.palette import INK, WASTE, label_axes, label_line
 from workshop.measure.bench.bench_record import percentiles
@@ -50,7 +50,7 @@ def systems() -> dict[str, Scheduler | PrefillFirstScheduler]:
 
     def make(kind: type, policy: str = "fcfs", **options: Any) -> Any:
         memory = make_kv_memory(NUM_BLOCKS)
-        return kind(policy=policy_over(memory, policy), kv_memory=memory, **LIMITS, **options)
+        return kind(policy=policy_by_name(policy, memory), kv_memory=memory, **LIMITS, **options)
 
     # Never more than 128 requests wait here, so "lpm-first" is "lpm".
     policies = [policy for policy in POLICIES if policy != "lpm-first"]
@@ -104,15 +104,14 @@ def config(num_requests: int) -> dict:
 
 
 def summarise(run: Simulation, scheduler: PreemptiveScheduler) -> dict:
-    stats = scheduler.get_stats()
     return {
         "throughput": run.throughput,
         "ttft_s": [round(t, 5) for t in run.ttft_s],
         "itl_s": sorted(round(t, 5) for t in run.itl_s)[:: max(1, len(run.itl_s) // 500)],
         "goodput": run.goodput(MAX_TTFT_S, MAX_ITL_S),
-        "num_preemptions": stats.total_preempted,
-        "num_recomputed_tokens": stats.total_recomputed_tokens,
-        "num_computed_tokens": stats.total_scheduled_tokens,
+        "num_preemptions": sum(step.num_preempted for step in run.steps),
+        "num_recomputed_tokens": scheduler.num_recomputed_tokens,
+        "num_computed_tokens": sum(step.num_tokens for step in run.steps),
     }
 
 
@@ -143,7 +142,7 @@ def measure_memory(measurement: Measurement) -> dict:
     watermark."""
     requests, cost_model = chat(measurement.of(20, 200), 1e6), cost_model_of(measurement)
     ways = {
-        "everything reserved": {"reserve_all": True, "watermark": 0.0},
+        "everything reserved": {"max_preemptions": 0, "watermark": 0.0},
         "filled, watermark 0": {"watermark": 0.0},
         "filled, watermark 0.01": {"watermark": 0.01},
         "filled, watermark 0.1": {"watermark": 0.1},

@@ -3,7 +3,7 @@
     python -m workshop.resources
 
 Kernels of 16 bits on sm_90 spill nothing to memory, the others a few values; shared memory fits the
-smallest GPU of a kind; products of 16 bits and tf32x3 use the tensor cores; kernels that promise
+smallest GPU of a kind; products of 16 bits use the tensor cores; kernels that promise
 bitwise equality have no operation that could round otherwise. Must run without TRITON_INTERPRET."""
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ import torch
 
 from common.engine_config import EngineConfig
 from kernel_launch import DEFAULT_ARCHITECTURE, Launch
-from paged_attention_triton import write_kv_launch
 from workshop.measure.bench.random_weights import QWEN3_0_6B, shape_of
-from workshop.measure.launch_configurations import attention_shape, launch_configurations
+from workshop.measure.launch_configurations import launch_configurations
 
 FAMILIES = {
     "Qwen3-0.6B": QWEN3_0_6B,
@@ -44,7 +43,7 @@ FEW_BYTES = 64
 ENGINE = EngineConfig(speculative={"method": "draft"})
 # sm_90 every family, every dtype once; sm_80 and sm_100 every kernel once.
 WANTED = [("Qwen3-0.6B", "bfloat16", sm) for sm in (80, 90, 100)]
-WANTED += [("Qwen3-0.6B", kind, 90) for kind in ("float16", "float32", "float32 as tf32x3")]
+WANTED += [("Qwen3-0.6B", kind, 90) for kind in ("float16", "float32")]
 WANTED += [(family, "bfloat16", 90) for family in FAMILIES]
 
 
@@ -62,7 +61,7 @@ class Resources:
     inexact: str = ""  # an inexact operation, where none is allowed
 
     def complaints(self) -> list[str]:
-        is_main = self.architecture == DEFAULT_ARCHITECTURE and not self.kind.startswith("float32")
+        is_main = self.architecture == DEFAULT_ARCHITECTURE and self.kind != "float32"
         needs_cores = self.has_product and self.kind != "float32"
         few, room = FEW_BYTES * (not is_main), SHARED_BYTES[self.architecture]
         found = {
@@ -114,15 +113,11 @@ def compile_launch(launch: Launch, family: str, kind: str, architecture: int) ->
 
 
 def launches_of(family: str, kind: str, architecture: int) -> list[Launch]:
-    """An engine's launches, and `write_kv` of a backend of chapter 2 or 6 by itself, which the
-    engine replaces by another kernel."""
-    dtype, model = getattr(torch, kind.partition(" ")[0]), FAMILIES[family]
-    precision = kind.partition(" as ")[2] or "ieee"
-    shape = attention_shape(model, ENGINE, dtype, architecture, precision, False)
-    how = {"float32_precision": precision, "windows": _WINDOWS.get(family, (None,))}
-    launches = launch_configurations(model, ENGINE, dtype, architecture, **how)
-    strides = (shape.head_dim * (shape.num_heads + n * shape.num_kv_heads) for n in (1, 2))
-    return [*launches, write_kv_launch(shape, *strides)]
+    """An engine's launches."""
+    windows = _WINDOWS.get(family, (None,))
+    return launch_configurations(
+        FAMILIES[family], ENGINE, getattr(torch, kind), architecture, windows=windows
+    )
 
 
 def compile_all(every: int = 1) -> list[Resources]:

@@ -23,10 +23,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from request import Request, SamplingParams
 from base_scheduler import BaseScheduler
+from request import Request, SamplingParams
 from scheduler_interface import SchedulerOutput, StepOutput
-from step_record import preemptions_of
 
 NUM_IDLE_STEPS = 5  # in a row, with unfinished requests: the scheduler is stuck
 STOP, GO_ON = 0, 1  # the only two tokens that are sampled here
@@ -163,7 +162,7 @@ def simulate(
                 output.total_num_scheduled_tokens,
                 len(output.num_scheduled_tokens),
                 scheduler.get_request_counts()[1],
-                len(preemptions_of(output)[0]),
+                len(output.preempted_requests),
                 written,
             )
         )

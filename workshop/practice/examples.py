@@ -12,12 +12,12 @@ Lines = Iterator[str]
 def rectangles() -> Lines:
     from input_batch import InputBatch
 
-    batch = InputBatch(["old", "new"], [[12], [6, 99, 8]], [3, 0], [False, True], [2, 3])
+    batch = InputBatch(["old", "new"], [[12], [6, 99, 8]], [3, 0])
     for time in ("first", "second"):
         ids, mask, positions = batch.to_tensors("cpu", pad_token_id=99)
         yield f"{time} call: ids {ids.tolist()}"
         yield f"   mask {mask.tolist()}, positions {positions.tolist()}"
-    shapes = [tuple(t.shape) for t in InputBatch([], [], [], [], []).to_tensors("cpu")]
+    shapes = [tuple(t.shape) for t in InputBatch([], [], []).to_tensors("cpu")]
     yield f"all of {ids.dtype}, {mask.dtype}, {positions.dtype}; of no requests {shapes}"
 
 

@@ -64,7 +64,7 @@ const NUM_RECENT = 16; // frames that were asked for last, kept
 const none = Object.freeze(Object.create(null));
 const NO_PLAN = {
   requests: [], starts: [], num_tokens: [], drafts: none, recomputed: none, admitted: [],
-  preempted: [], found: none, skipped: none, parents: none, stop: null,
+  preempted: [], skipped: none, parents: none, stop: null,
 };
 const NO_RESULT = {times: none, verified: none, discarded: none};
 const newStep = (number, first) => ({
@@ -172,9 +172,8 @@ Watch.Film = class Film {
     const idle = after.running.filter((id) => !cells.has(id));
     step.plans.push(plan);
     this.planned.set(plan.step, {plan, cells, idle, waiting: after.waiting});
-    // The look-ups of the plan: request -> the blocks that were found for it.
+    // The hits of the plan: request -> the blocks that were found for it.
     const size = this.run.block_size;
-    for (const [id, blocks] of Object.entries(plan.found)) what.hits.set(id, blocks);
     for (const [id, n] of plan.admitted) {
       const tables = F.request(after, id)?.tables ?? [];
       const found = tables.flatMap((table) => table.slice(0, Math.ceil(n / size))).filter(Boolean);

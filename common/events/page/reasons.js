@@ -24,6 +24,7 @@ Watch.reasons = {
   pending: {letter: "u", short: ["token in flight", "token 在途"], chinese: "被抢占时它还有一个 token 正在计算"},
   turn: {letter: "o", short: ["decodes' turn", "轮到解码"], chinese: "这一步轮到解码的请求"},
   enough: {letter: "n", short: ["not tried", "未尝试"], chinese: "前面跳过的请求太多，后面的不再尝试"},
+  front: {letter: "x", short: ["front waits", "队首在等"], chinese: "先来先服务：队首的请求放不下，或受规则限制"},
   "": {letter: "w", short: ["not tried", "未尝试"], chinese: "这一步没有尝试它",
     english: "it was not tried in this step"},
 };

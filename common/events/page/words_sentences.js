@@ -39,9 +39,6 @@ class Teller {
     this.tellEvicted();
     for (const block of what.split) this.say("cache", "split", blocksOf([block]));
     const {plan} = what;
-    for (const [id, blocks] of Object.entries(plan?.found ?? {})) {
-      this.say(id, "matched", {...blocksOf(blocks), n: blocks.length * this.run.block_size});
-    }
     if (what.result?.times) {
       this.tellComputed();
       const computed = this.run.windows.length ? [] : this.facts.plan?.requests ?? [];

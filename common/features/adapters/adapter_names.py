@@ -14,7 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from common.requests.engine_plugin import EnginePlugin
 from request import Request
 
 
@@ -31,7 +30,7 @@ class AdapterLoader(Protocol):
         ...
 
 
-class AdapterNames(EnginePlugin):
+class AdapterNames:
     """The names, and the requests that use each adapter. `wait_for_steps` waits until no step in
     flight can use the adapter that is dropped next."""
 

@@ -33,11 +33,9 @@ from llguidance.numpy import fill_next_token_bitmask
 from batch_layout import all_to_device
 from common.features.grammars.lark_text import NOTHING_FITS, TOO_MANY_WAYS, sentence_of
 from common.features.grammars.vocabulary import Beginning, Vocabulary, beginning_of, tokenizer_of
-from common.requests.tokenizer import load_tokenizer
 from common.sampling.runner_plugin import (
     BroughtByFew,
     HasTokens,
-    PluginContext,
     StepRows,
 )
 from common.sampling.sampling_constraints import forbid
@@ -220,11 +218,3 @@ class Matched:
         ahead = self._ahead()
         accepted = takewhile(ahead._accept, drafts)
         return len(list(accepted))
-
-
-def make(context: PluginContext) -> GrammarMasks:
-    tokenizer = context.tokenizer
-    if tokenizer is None:
-        assert context.path is not None, "a grammar needs a tokenizer"
-        tokenizer = load_tokenizer(context.path)
-    return GrammarMasks(Vocabulary.of(tokenizer, context.vocab_size, context.eos_token_ids))

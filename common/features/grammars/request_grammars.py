@@ -4,33 +4,34 @@ See 04_scheduler/beyond/GRAMMARS.md#who-does-what-and-when"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from base_scheduler import BaseScheduler
 from common.features.grammars.grammar_compiler import GrammarCompiler
 from common.features.grammars.vocabulary import Vocabulary
 from common.models.loader import resolve_checkpoint
-from common.requests.engine_plugin import EnginePlugin
-from common.requests.tokenizer import load_tokenizer
-from common.sampling.runner_plugin import PluginContext
+from common.requests.tokenizer import Tokenizer, load_tokenizer
 from grammar_queue import GrammarsCompiled
 from request import Request
 
 
-class RequestGrammars(EnginePlugin):
+class RequestGrammars:
     """The grammars of an engine's requests. Adds `queue` to the end of the scheduler's plugins.
-    `context.path` is the checkpoint of ranks in other processes, which use its tokenizer. Raises
+    `rank_checkpoint` is the checkpoint of ranks in other processes, which use its tokenizer. Raises
     `ValueError` if the engine's tokenizer is another one."""
 
-    def __init__(self, context: PluginContext, scheduler: BaseScheduler) -> None:
-        tokenizer = context.tokenizer
-        path = context.path
-        vocab_size = context.vocab_size
-        eos_token_ids = context.eos_token_ids
-        assert tokenizer is not None, "a grammar needs a tokenizer"
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        scheduler: BaseScheduler,
+        rank_checkpoint: str | Path | None,
+    ) -> None:
         vocabulary = Vocabulary.of(tokenizer, vocab_size, eos_token_ids)
-        if path is not None:
-            rank_tokenizer = load_tokenizer(resolve_checkpoint(path))
+        if rank_checkpoint is not None:
+            rank_tokenizer = load_tokenizer(resolve_checkpoint(rank_checkpoint))
             if vocabulary != Vocabulary.of(rank_tokenizer, vocab_size, eos_token_ids):
                 raise ValueError(
                     "grammar must be None over several ranks without the checkpoint's tokenizer"

@@ -91,4 +91,4 @@ class CompiledProduct:
 
 def compile_packing() -> CompiledPacking | None:
     otherwise = "products are not compiled, they are oneDNN's"
-    return try_to_compile(CompiledPacking, "products", otherwise)
+    return try_to_compile(CompiledPacking, otherwise)

@@ -90,4 +90,4 @@ def compile_regions(model: DecoderModel) -> Regions:
     dtype = model.embed_weight.dtype
     make = partial(CompiledRegions, dtype, config.norm_dtype(dtype), config.head_dim)
     operations = "norms and rotary embedding"
-    return try_to_compile(make, operations, f"{operations} are not compiled") or Regions()
+    return try_to_compile(make, f"{operations} are not compiled") or Regions()

@@ -42,7 +42,6 @@ NEEDED = "torch triton numpy transformers tokenizers safetensors psutil sortedco
 NEEDED_BY_TESTS = "pytest hypothesis pytest_timeout xdist scipy"
 TESTS = (  # of kernels: those marked `gpu`
     "02_paged_kv/beyond/test_paged_attention_triton.py",
-    "06_chunked_prefill/beyond/test_mixed_attention_triton.py",
     "common/models/regions/test_regions.py",
     "05_spec_decode/beyond/test_rejection_sampler_triton.py",
     "common/runner/test_graphs.py",

@@ -212,8 +212,8 @@ def _serve(workload: Workload, path: Path) -> Iterator[int]:
                 )
             except ValueError:
                 continue  # refused at once
-        for plugin in engine._plugins.values():  # however long it takes: two films are compared
-            plugin.wait(LIMIT_S)
+        if engine.grammars is not None:  # however long it takes: two films are compared
+            engine.grammars.wait(LIMIT_S)
         if engine.has_unfinished_requests():
             _with_a_limit(engine.step)
         step += 1
