@@ -81,22 +81,13 @@ class Regions:
         eps: float,
         post_weight: torch.Tensor | None = None,  # [hidden_size]
     ) -> tuple[torch.Tensor, torch.Tensor]:  # like hidden
-        """Return the result of `add`, without and with the norm."""
-        hidden = self.add(matrix, hidden, x, eps, post_weight)
-        return hidden, hidden if weight is None else self.rms_norm(hidden, weight, eps)
-
-    def add(
-        self,
-        matrix: Linear,
-        hidden: torch.Tensor,  # [num_tokens, hidden_size], may be overwritten
-        x: torch.Tensor,
-        eps: float,
-        post_weight: torch.Tensor | None,  # [hidden_size]; None: what is added is not normed
-    ) -> torch.Tensor:  # like hidden
-        """Return `hidden + matrix(x)`; with `post_weight`, `matrix(x)` is normed first."""
+        """Return `hidden + matrix(x)`, without and with the norm; with `post_weight`, `matrix(x)`
+        is normed first."""
         if post_weight is None:
-            return matrix.add_to(hidden, x)
-        return hidden.add_(self.rms_norm(matrix(x), post_weight, eps))
+            hidden = matrix.add_to(hidden, x)
+        else:
+            hidden.add_(self.rms_norm(matrix(x), post_weight, eps))
+        return hidden, hidden if weight is None else self.rms_norm(hidden, weight, eps)
 
     def activate_and_multiply(
         self, gate_up: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]
