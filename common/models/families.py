@@ -23,10 +23,12 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
+
+from common.models.experts.expert_config import ExpertsConfig, mixtral, qwen3_moe
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +41,7 @@ class Family:
     has_qkv_bias: bool = False  # always; others have biases if `attention_bias` says so
     has_qk_norm: bool = False  # of each head
     has_whole_qk_norm: bool = False  # of all heads as one vector
-    experts: str | None = None  # reads their configuration
+    experts: Callable[[Any], ExpertsConfig | None] | None = None  # reads their configuration
     scales_embeddings: bool = False
     norm_offset: float = 0.0  # added to a checkpoint's norm weights
     has_input_norms: bool = True
@@ -70,12 +72,12 @@ FAMILIES = {
     "Qwen3MoeForCausalLM": Family(
         "qwen3_moe",
         has_qk_norm=True,
-        experts="common.models.experts.expert_config:qwen3_moe",
+        experts=qwen3_moe,
         reads=_EXPERTS | {"num_experts", "moe_intermediate_size", "norm_topk_prob"},
     ),
     "MixtralForCausalLM": Family(
         "mixtral",
-        experts="common.models.experts.expert_config:mixtral",
+        experts=mixtral,
         reads=_EXPERTS | {"router_jitter_noise"},  # in training
     ),
 }

@@ -42,7 +42,8 @@ class CompiledRegions(FusedRegions):
         tokens = c_void_p, *[c_int64] * 3, c_int
         self._rotate.argtypes = (c_void_p, c_void_p, c_double, *places, *tokens)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+        assert weight is not None
         x = x.contiguous()
         output = torch.empty_like(x)
         num_threads = torch.get_num_threads()

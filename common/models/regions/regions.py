@@ -19,32 +19,24 @@ from common.models.rotary import rotary_factors, rotate
 from paged_attention import AttentionPlan
 
 
-def rms_norm(
-    x: torch.Tensor,  # [..., size]
-    weight: torch.Tensor | None,  # [size]
-    eps: float,
-) -> torch.Tensor:  # like x
-    """RMS norm over the last dimension, in float32 or below. A float32 weight is multiplied before
-    the result is rounded to the dtype of `x`, a weight of another dtype after."""
-    if weight is not None and weight.dtype != x.dtype:
-        return rms_norm(x.to(weight.dtype), weight, eps).to(x.dtype)
-    if x.dtype != torch.float64:
-        return F.rms_norm(x, x.shape[-1:], weight, eps)
-    single = x.float()
-    single = single * torch.rsqrt(single.pow(2).mean(-1, keepdim=True) + eps)
-    return single.to(x.dtype) if weight is None else single.to(x.dtype) * weight
-
-
 class Regions:
     """The operations that a model calls between its matrices."""
 
     def rms_norm(
         self,
-        x: torch.Tensor,  # [num_tokens, hidden_size]
-        weight: torch.Tensor,  # [hidden_size]
+        x: torch.Tensor,  # [..., size]
+        weight: torch.Tensor | None,  # [size]
         eps: float,
     ) -> torch.Tensor:  # like x
-        return rms_norm(x, weight, eps)
+        """RMS norm over the last dimension, in float32 or below. A float32 weight is multiplied
+        before the result is rounded to the dtype of `x`, a weight of another dtype after."""
+        if weight is not None and weight.dtype != x.dtype:
+            return self.rms_norm(x.to(weight.dtype), weight, eps).to(x.dtype)
+        if x.dtype != torch.float64:
+            return F.rms_norm(x, x.shape[-1:], weight, eps)
+        single = x.float()
+        single = single * torch.rsqrt(single.pow(2).mean(-1, keepdim=True) + eps)
+        return single.to(x.dtype) if weight is None else single.to(x.dtype) * weight
 
     def rotary(
         self, table: torch.Tensor, positions: torch.Tensor
@@ -66,7 +58,7 @@ class Regions:
         num_kv_heads = key_cache.shape[2]
         qk, value = qkv.split((qkv.shape[1] - num_kv_heads, num_kv_heads), dim=1)
         if norm_weight is not None:
-            qk = rms_norm(qk.to(norm_weight.dtype), None, eps).mul_(norm_weight).to(qk.dtype)
+            qk = self.rms_norm(qk.to(norm_weight.dtype), None, eps).mul_(norm_weight).to(qk.dtype)
         qk = rotate(qk, rotary)
         query, key = qk.split((qk.shape[1] - num_kv_heads, num_kv_heads), dim=1)
         plan.write_kv(key, value, key_cache, value_cache)
