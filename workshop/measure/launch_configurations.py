@@ -21,7 +21,7 @@ import torch
 from common.engine_config import EngineConfig
 from common.models.layer_groups import Window
 from common.models.model_config import ModelConfig
-from common.models.regions.layer_kernels import (
+from common.models.regions.kernel_regions import (
     add_rms_norm_launch,
     rotate_and_write_launch,
     silu_and_multiply_launch,
@@ -69,7 +69,7 @@ def attention_shape(model: ModelConfig, engine: EngineConfig, dtype: torch.dtype
 
 
 def layer_launches(model: ModelConfig, shape: AttentionShape) -> list[Launch]:
-    """Return the launches of `layer_kernels.py`."""
+    """Return the launches of `kernel_regions.py`."""
     norm_dtype = model.norm_dtype(shape.dtype)
     sizes = sorted(model.mlp_sizes) if model.activation == "silu" else []
     rotate = rotate_and_write_launch(shape, norm_dtype if model.has_qk_norm else None)
