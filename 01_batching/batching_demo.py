@@ -19,7 +19,6 @@ warnings.filterwarnings("ignore", message="`past_key_values` is deprecated")
 
 import matplotlib.pyplot as plt
 import torch
-from matplotlib.colors import ListedColormap
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from engine_core import EngineCore
@@ -28,8 +27,8 @@ from hf_model_runner import HFModelRunner
 from input_batch import RunnerState, prepare_inputs_from_scheduler_output
 from request import Request
 from scheduler_interface import StepOutput
-from static_batching import SlotUse, generate_static
-from step_record import RecordedScheduler
+from static_batching import generate_static
+from step_record import make_record
 
 # The book's colours.
 PROMPT = "#0072b2"
@@ -82,27 +81,25 @@ print(f"{len(output_lens)} requests, {sum(output_lens.values())} tokens to gener
 report = generate_static(model, make_requests(), batch_size=3)
 for batch in report.batches:
     for name, row in zip(batch.req_ids, batch.timeline, strict=True):
-        print(f"step {batch.start_step:2}  {name}  " + " ".join(use.value for use in row))
-    print()
-print(f"{report.slot_steps_used} of {report.slot_steps_spent} slot-steps used", end=": ")
-print(f"{report.slot_utilisation:.0%} in {report.num_steps} steps")
+        print(f"step {batch.start_step:2}  {name}  {row}")
+print(f"{report.slot_steps_used} of {report.slot_steps_spent} slot-steps used")
 
 # %% [markdown]
 # ## Continuous batching
 #
 # Now run the same requests with the same model, but let the scheduler decide before every step.
-# `RecordedScheduler` writes a record after each step. Watch the column "joins": a request joins in
-# the step after another one left.
+# `make_record` makes a record of each step. Watch the column "joins": a request joins in the step
+# after another one left.
 
 # %%
 records = []
-runner = HFModelRunner(model, batched=True)
-engine = EngineCore(RecordedScheduler(FCFSScheduler(max_num_seqs=3), [records.append]), runner)
+engine = EngineCore(FCFSScheduler(max_num_seqs=3), HFModelRunner(model))
 requests = make_requests()
 for request in requests:
     engine.add_request(request)
 while engine.has_unfinished_requests():
     engine.step()
+    records.append(make_record(engine, len(records)))
 
 print("step  tokens computed       joins    leaves   waiting")
 for record in records:
@@ -112,16 +109,13 @@ for record in records:
 
 # %%
 used = sum(output_lens.values())
-print(f"{used} of {3 * len(records)} slot-steps used: {used / (3 * len(records)):.0%}", end=" ")
-print(f"in {len(records)} steps instead of {report.num_steps}")
+print(f"{used} of {3 * len(records)} slot-steps used in {len(records)} steps")
 
 # %% [markdown]
 # All tokens are the same. You cannot see batching in the output.
 
 # %%
-continuous = {request.request_id: request.output_token_ids for request in requests}
-assert continuous == report.token_ids
-print("the same tokens:", continuous == report.token_ids)
+assert {request.request_id: request.output_token_ids for request in requests} == report.token_ids
 
 # %% [markdown]
 # ## A timeline of both
@@ -134,33 +128,31 @@ print("the same tokens:", continuous == report.token_ids)
 # longer.
 
 # %%
-codes = {SlotUse.PREFILL: 2, SlotUse.USEFUL: 1, SlotUse.WASTED: 0}
-width = report.num_steps
-static_map = torch.full((3, width), torch.nan)
+static = ["", "", ""]
 for batch in report.batches:
     for slot, row in enumerate(batch.timeline):
-        for step, use in enumerate(row):
-            static_map[slot, batch.start_step + step] = codes[use]
+        static[slot] += row
 
-continuous_map = torch.full((3, width), torch.nan)
+continuous = ["", "", ""]
 slots = [None] * 3
 for record in records:
     for name in record.admitted:
         slots[slots.index(None)] = name
     for slot, name in enumerate(slots):
         if name is not None:
-            use = SlotUse.PREFILL if name in record.admitted else SlotUse.USEFUL
-            continuous_map[slot, record.step] = codes[use]
+            continuous[slot] += "P" if name in record.admitted else "u"
     slots = [None if name in record.finished else name for name in slots]
 
-colors = ListedColormap([WASTE, DECODE, PROMPT])
+colors = {"P": PROMPT, "u": DECODE, ".": WASTE}
 figure, axes = plt.subplots(2, 1, figsize=(7, 3.2), sharex=True, layout="constrained")
-for axis, rows, title in zip(axes, (static_map, continuous_map), ("static", "continuous")):
-    axis.pcolormesh(rows, cmap=colors, vmin=0, vmax=2, edgecolors=PAPER)
+for axis, rows, title in zip(axes, (static, continuous), ("static", "continuous")):
+    for slot, row in enumerate(rows):
+        widths = [1] * len(row)
+        axis.barh(
+            slot, widths, left=range(len(row)), color=[*map(colors.get, row)], edgecolor=PAPER
+        )
     axis.set(title=f"{title} (dark: prefill, light: decode, orange: wasted)", ylabel="slot")
-    axis.set_yticks([0.5, 1.5, 2.5], range(3))
     axis.invert_yaxis()
-axes[1].set_xticks([step + 0.5 for step in range(width)], range(width))
 _ = axes[1].set_xlabel("step")
 # %% [markdown]
 # ## What a plan contains
@@ -182,22 +174,15 @@ for new, sampled in [
     state.apply(plan)
     scheduler.update_from_output(plan, StepOutput(sampled))
 for request in scheduler.running.values():
-    print(f"{request.request_id}: knows {request.all_token_ids}, ", end="")
-    print(f"num_tokens {request.num_tokens}, num_computed_tokens {request.num_computed_tokens}")
+    print(request, request.all_token_ids)
 
 # %%
 scheduler.add_request(Request.from_tokens("a", [1, 2, 3, 4, 5]))
 scheduler.add_request(Request.from_tokens("b", [6, 7, 8]))
 plan = scheduler.schedule()
-for new in plan.scheduled_new_reqs:
-    print(f"new     {new.req_id}: prompt_token_ids {new.prompt_token_ids}")
-cached = plan.scheduled_cached_reqs
-for name, tokens, computed in zip(
-    cached.req_ids, cached.new_token_ids, cached.num_computed_tokens, strict=True
-):
-    print(f"cached  {name}: new_token_ids {tokens}, num_computed_tokens {computed}")
-print("num_scheduled_tokens", plan.num_scheduled_tokens)
-print("total", plan.total_num_scheduled_tokens, "of", scheduler.max_num_batched_tokens)
+print(*plan.scheduled_new_reqs, sep="\n")
+print(plan.scheduled_cached_reqs)
+print(plan.num_scheduled_tokens)
 
 # %% [markdown]
 # A prompt is sent once. A running request costs one token id. From the plans alone the runner knows
@@ -207,32 +192,9 @@ print("total", plan.total_num_scheduled_tokens, "of", scheduler.max_num_batched_
 # %%
 batch = prepare_inputs_from_scheduler_output(plan, state)
 token_ids, attention_mask, positions = batch.to_tensors("cpu")
-print("token ids", batch.token_ids)
-print("start positions", batch.start_positions)
-print(f"\n{batch.num_tokens} tokens in a rectangle of {token_ids.numel()}:")
+print(batch)
 print(token_ids)
 print(positions)
-
-# %% [markdown]
-# ## What the padded batch copies
-#
-# One tensor must hold the keys and values of all rows, so the runner stacks them in every step and
-# appends the new ones afterwards. It counts the bytes that it writes.
-
-# %%
-runner = HFModelRunner(model, batched=True)
-engine = EngineCore(FCFSScheduler(max_num_seqs=8), runner)
-for i in range(8):
-    engine.add_request(Request.from_tokens(f"r{i}", [i + 1] * 8, 64))
-lines = []
-while engine.has_unfinished_requests():
-    copied = runner.num_bytes_copied
-    new = runner.num_bytes_new
-    engine.step()
-    copied, new = runner.num_bytes_copied - copied, runner.num_bytes_new - new
-    times = f"{copied / new:.0f} times"
-    lines.append(f"step {len(lines) + 1:2}: {new:6,} bytes of new KV, {copied:7,} written, {times}")
-print("\n".join(lines[step - 1] for step in (1, 2, 16, 32, 64)))
 
 # %% [markdown]
 # ## Watch it run

@@ -87,7 +87,7 @@ def get_policy(
         return known[name]
     found: object = None
     with suppress(ImportError, AttributeError, ValueError):
-        found = resolve_name(name) if ":" in name else None
+        found = resolve_name(name) if isinstance(name, str) and ":" in name else None
     if isinstance(found, type) and issubclass(found, SchedulePolicy):
         return found
     allowed = ", ".join(map(repr, known))

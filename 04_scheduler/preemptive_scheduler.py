@@ -45,6 +45,10 @@ MAX_SKIPPED = 512
 
 
 class SchedulerOptions(TypedDict, total=False):
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_gpu_blocks: int
+    policy: str | SchedulePolicy
     block_size: int
     max_model_len: int | None
     kv_memory: UncachedKVCacheManager | None
@@ -57,7 +61,7 @@ class SchedulerOptions(TypedDict, total=False):
 
 class PreemptiveScheduler(BaseScheduler):
     """A base class without `schedule`: a subclass builds it from `begin_step`,
-    `get_computed_blocks`, `start_running`, `preempt` and `finish_step`.
+    `admit`, `find_prefix`, `start_running`, `preempt` and `finish_step`.
 
     Makes a pool of `num_gpu_blocks` blocks and a prefix cache; `kv_memory` replaces both. A request
     whose prefix is being computed by another request waits for it, or computes it again immediately
@@ -68,11 +72,11 @@ class PreemptiveScheduler(BaseScheduler):
 
     def __init__(
         self,
+        *,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 4096,
         num_gpu_blocks: int = 1000,
         policy: str | SchedulePolicy = "fcfs",
-        *,
         block_size: int = 16,
         max_model_len: int | None = None,
         kv_memory: UncachedKVCacheManager | None = None,
@@ -185,12 +189,18 @@ class PreemptiveScheduler(BaseScheduler):
             return Admission.CONSTRAINT if is_aged() else Admission.SKIPPED
         return computed
 
+    def num_reserved_slots(self, request: Request, end: int) -> int:
+        """How many slots after position `end` a request gets at admission: all that it may still
+        need if it is pinned. The last token is sampled and never fed back, so it needs none."""
+        return request.max_num_tokens - 1 - end if self.is_pinned(request) else 0
+
     def start_running(
-        self, request: Request, computed: ComputedBlocks, num_new_tokens: int, num_reserved: int
+        self, request: Request, computed: ComputedBlocks, num_new_tokens: int
     ) -> bool:
-        """Allocate KV for a waiting request (`num_new_tokens` + `num_reserved` slots after its
-        `computed` blocks) and mark it as running. Returns False, and leaves it waiting, if the
+        """Allocate KV for a waiting request (`num_new_tokens` slots after its `computed` blocks,
+        and the reserved ones) and mark it as running. Returns False, and leaves it waiting, if the
         allocation fails."""
+        num_reserved = self.num_reserved_slots(request, computed.num_tokens + num_new_tokens)
         if not self.kv_memory.allocate_slots(request, num_new_tokens, num_reserved, computed):
             return False
         self.running[request.request_id] = request

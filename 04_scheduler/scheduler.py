@@ -46,7 +46,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kv_memory import ComputedBlocks
-from policies import PriorityPolicy, SchedulePolicy
+from policies import PriorityPolicy
 from preemptive_scheduler import PreemptiveScheduler, SchedulerOptions, make_kv_memory
 from request import Request, RequestStatus
 from scheduler_interface import SchedulerOutput
@@ -69,16 +69,12 @@ class Scheduler(PreemptiveScheduler):
 
     def __init__(
         self,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 4096,
-        num_gpu_blocks: int = 1000,
-        policy: str | SchedulePolicy = "fcfs",
         *,
         watermark: float = 0.01,
         reserve_for_chunks: str = "every",
         **options: Unpack[SchedulerOptions],
     ) -> None:
-        super().__init__(max_num_seqs, max_num_batched_tokens, num_gpu_blocks, policy, **options)
+        super().__init__(**options)
         self.reserve_for_chunks = reserve_for_chunks
         self.preempts_for_priority = isinstance(self.waiting.policy, PriorityPolicy)
         self._num_watermark_blocks = int(watermark * self.kv_memory.pool.num_usable_blocks)
@@ -221,12 +217,8 @@ class Scheduler(PreemptiveScheduler):
         )
         if num_tokens == 0:
             return Admission.BUDGET
-        num_deferred_tokens = num_uncomputed_tokens - num_tokens
-        num_reserved = 0
-        if self.is_pinned(request):
-            # The last token is sampled and never fed back, so it needs no slot.
-            num_reserved = request.max_num_tokens - 1 - request.num_tokens + num_deferred_tokens
-        num_slots = num_tokens + num_reserved
+        end = computed.num_tokens + num_tokens
+        num_slots = num_tokens + self.num_reserved_slots(request, end)
         num_watermark_blocks = 0
         if num_running > 0:
             # Slots for its whole prompt, and free blocks for the others.
@@ -240,8 +232,8 @@ class Scheduler(PreemptiveScheduler):
             return Admission.BLOCKS
         if preempted_for_it is not None:
             self._preempt(preempted_for_it, request, step)
-        fits = self.start_running(request, computed, num_tokens, num_reserved)
+        fits = self.start_running(request, computed, num_tokens)
         assert fits, "`can_allocate` succeeded but `allocate_slots` failed"
         step.add(request, num_tokens)
-        step.defer(request, num_deferred_tokens)
+        step.defer(request, num_uncomputed_tokens - num_tokens)
         return Admission.ADMITTED

@@ -1,23 +1,22 @@
 # %% [markdown]
 # # Stepping a scheduler by hand
 #
-# Everything here is imported from the chapter. The model is `fake_model.py`: one line of arithmetic
-# that reads its KV through the block tables, so a wrong block table gives wrong tokens. No tensors
-# are needed, and every cell takes milliseconds.
+# Everything here is imported from the chapter. We play the model: a request whose known tokens are
+# all computed gets token 7. No tensors are needed, and every cell takes milliseconds.
 #
 # **中文提要**：手动一步一步推动调度器。两个请求，四个块：显存用完，后到的请求被抢占（preemption），
 # 之后恢复运行。先画成时间轴，再看 prefill 优先的做法（SGLang）怎样处理同样的请求，
-# 以及几种策略给出的顺序。模型是 `fake_model.py`：一行算术，通过块表读 KV，块表错了，token 就错。
+# 以及几种策略给出的顺序。模型由我们来扮演：已知的 token 都算完了的请求，得到 token 7。
 
 # %%
 import matplotlib.pyplot as plt
 
 from block_pool import BlockPool
-from fake_model import FakeModelRunner, continuation
 from kv_memory import UncachedKVCacheManager
 from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request
 from scheduler import Scheduler
+from scheduler_interface import StepOutput
 from sglang_policies import policy_by_name
 
 # The book's colours.
@@ -34,16 +33,20 @@ def make(num_blocks, kind=Scheduler, **options):
     memory = UncachedKVCacheManager(BlockPool(num_blocks + 1), BLOCK_SIZE)
     if kind is Scheduler:
         options.setdefault("watermark", 0.0)
-    return kind(kv_memory=memory, **options), FakeModelRunner(BLOCK_SIZE)
+    return kind(kv_memory=memory, **options)
+
+
+def run_step(scheduler):
+    output = scheduler.schedule()
+    computed = (r for r in output.scheduled_requests if r.num_computed_tokens == r.num_tokens)
+    scheduler.update_from_output(output, StepOutput({r.request_id: [7] for r in computed}))
+    return output
 
 
 def show(scheduler, output):
-    plan = ", ".join(f"{name} {n}" for name, n in output.num_scheduled_tokens.items()) or "nobody"
-    preempted = "".join(f"  preempted {r.request_id}" for r in output.preempted_requests)
-    print(f"computes: {plan}{preempted}")
+    print("computes", output.num_scheduled_tokens, "preempted", output.preempted_requests)
     for name, request in scheduler.running.items():
-        blocks = list(scheduler.kv_memory.get_block_ids(name))
-        print(f"    {request}  blocks {blocks}")
+        print(f"    {request}  blocks {scheduler.kv_memory.get_block_ids(name)}")
     for request in scheduler.waiting:
         print(f"    waits: {request}")
 
@@ -54,15 +57,13 @@ def show(scheduler, output):
 # Both prompts have 7 tokens. Four blocks of 4 hold 16 positions, so both fit, and neither can grow.
 
 # %%
-scheduler, runner = make(num_blocks=4)
+scheduler = make(num_blocks=4)
 for name in ("a", "b"):
     scheduler.add_request(Request.from_tokens(name, list(range(7)), max_new_tokens=6))
 
 
 def step():
-    output = scheduler.schedule()
-    show(scheduler, output)
-    scheduler.update_from_output(output, runner.execute(output).wait())
+    show(scheduler, run_step(scheduler))
 
 
 step()
@@ -90,55 +91,35 @@ while scheduler.has_unfinished_requests():
 # %% [markdown]
 # ## What it looks like
 #
-# A column is a step, a row is one of the twelve blocks, and a shade is a request; white blocks are
-# free. `x d` marks the step in which `d` is preempted. All four requests start immediately. When
-# no block is free, `d` loses its three (step 7) and then `c` its four (step 11), and the others
-# grow into them. `c` and `d` return in step 14, when `a` and `b` have finished.
+# A column is a step, a row is one of the twelve blocks, and a shade is a request, `a` the darkest;
+# white blocks are free. `x d` marks the step in which `d` is preempted. All four requests start
+# immediately. When no block is free, `d` loses its three (step 7) and then `c` its four (step 11),
+# and the others grow into them. `c` and `d` return in step 14, when `a` and `b` have finished.
 
 
 # %%
-def draw(scheduler, runner, names, title, max_steps=60):
-    colors = dict(zip(names, REQUEST_SHADES, strict=True))
-    num_blocks = scheduler.kv_memory.pool.num_usable_blocks
-    figure, axis = plt.subplots(figsize=(9, 2.6), layout="constrained")
-    outputs = {name: [] for name in names}
+def draw(title, **options):
+    """Run four requests on twelve blocks. Returns the number of steps."""
+    scheduler = make(12, **options)
+    for name in "abcd":
+        scheduler.add_request(Request.from_tokens(name, [ord(name), *range(5)], 14))
+    colors = dict(zip("abcd", REQUEST_SHADES, strict=True))
+    _, axis = plt.subplots(figsize=(9, 2.6), layout="constrained")
     step = 0
-    while scheduler.has_unfinished_requests() and step < max_steps:
-        output = scheduler.schedule()
+    while scheduler.has_unfinished_requests():
+        output = run_step(scheduler)
         for name in scheduler.running:
             for block_id in scheduler.kv_memory.get_block_ids(name):
-                axis.add_patch(plt.Rectangle((step, block_id - 1), 1, 1, color=colors[name]))
+                axis.bar(step, 1, 1, block_id - 1, align="edge", color=colors[name])
         for request in output.preempted_requests:
-            axis.text(step, num_blocks + 0.2, f"x {request.request_id}", color=PREEMPTED)
-        for result in scheduler.update_from_output(output, runner.execute(output).wait()):
-            outputs[result.request_id] += result.new_token_ids
+            axis.text(step, 12.2, f"x {request.request_id}", color=PREEMPTED)
         step += 1
-    axis.set(
-        xlim=(0, step),
-        ylim=(0, num_blocks + 1),
-        xticks=range(0, step + 1, 2),
-        yticks=range(0, num_blocks + 1, 2),
-        xlabel="step",
-        ylabel="block",
-        title=title,
-    )
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colors[name]) for name in names]
-    figure.legend(handles, names, loc="outside right upper", frameon=False)
+    axis.set(xlim=(0, step), ylim=(0, 13), xlabel="step", ylabel="block", title=title)
     plt.show()
-    return outputs
+    return step
 
 
-def four_requests(scheduler):
-    for name in "abcd":
-        prompt = [ord(name), *range(5)]
-        scheduler.add_request(Request.from_tokens(name, prompt, max_new_tokens=14))
-    return list("abcd")
-
-
-scheduler, runner = make(12)
-tokens = draw(
-    scheduler, runner, four_requests(scheduler), "filling: as many as fit, then preemption"
-)
+assert draw("filling: as many as fit, then preemption") == 21
 
 # %% [markdown]
 # The next picture has the same requests and axes, but every request reserves the blocks of its
@@ -146,10 +127,7 @@ tokens = draw(
 # and `b` have finished, and the run takes 28 steps instead of 21.
 
 # %%
-scheduler, runner = make(12, max_preemptions=0)
-other_tokens = draw(scheduler, runner, four_requests(scheduler), "reserving: two at a time")
-assert tokens == other_tokens, "schedulers must not change tokens"
-assert tokens["d"] == continuation([ord("d"), *range(5)], 14)
+assert draw("reserving: two at a time", max_preemptions=0) == 28
 
 # %% [markdown]
 # ## Prefill first, as in SGLang
@@ -163,14 +141,13 @@ assert tokens["d"] == continuation([ord("d"), *range(5)], 14)
 
 # %%
 def tokens_of_the_first(kind, **options):
-    scheduler, runner = make(400, kind, max_num_seqs=100, max_num_batched_tokens=100, **options)
+    scheduler = make(400, kind, max_num_seqs=100, max_num_batched_tokens=100, **options)
     first = Request.from_tokens("first", list(range(8)), max_new_tokens=40)
     scheduler.add_request(first)
     counts = []
     for i in range(24):
         scheduler.add_request(Request.from_tokens(f"new {i}", [i] * 8, max_new_tokens=40))
-        output = scheduler.schedule()
-        scheduler.update_from_output(output, runner.execute(output).wait())
+        run_step(scheduler)
         counts.append(first.num_output_tokens)
     return counts
 
@@ -192,7 +169,7 @@ plt.show()
 
 # %%
 for policy in ("fcfs", "priority", "lof", "random"):
-    scheduler, runner = make(100, max_num_seqs=1, policy=policy_by_name(policy))
+    scheduler = make(100, max_num_seqs=1, policy=policy_by_name(policy))
     for name, max_tokens, priority in (("early", 2, 2), ("long", 9, 1), ("urgent", 2, 0)):
         request = Request.from_tokens(name, [1, 2, 3], max_tokens, priority=priority)
         scheduler.add_request(request)

@@ -313,7 +313,6 @@ class EngineConfig:
     # Debug switches. None of them may change any output.
     check_invariants: bool = False  # checks scheduler and KV manager after every step
     shuffle_batch: bool = False
-    shuffle_waiting: bool = False
     preempt_every: PositiveInt | None = None  # preempts a request every so many steps
     emulate_graphs: bool = False  # on a CPU: replays graphs from lists and checks them; slow
 

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -34,32 +33,21 @@ from transformers import DynamicCache, PreTrainedModel
 from request import Request
 
 
-class SlotUse(str, Enum):
-    """The use of a row of the batch in one step. The value is one letter, to print a timeline."""
-
-    PREFILL = "P"
-    USEFUL = "u"
-    WASTED = "."
-
-
 @dataclass(slots=True)
 class StaticBatch:
-    """The record of one batch. `timeline[row][step]`: the use of each slot, to be drawn."""
+    """The record of one batch."""
 
     req_ids: list[str]
     start_step: int  # counted over all batches
-    num_steps: int  # as many as its longest output has tokens
     num_prompt_tokens: int
     num_padding_tokens: int  # computed to make the prompts a rectangle
-    timeline: list[list[SlotUse]]
+    # The use of each row's slot in each step: `P` prefill, `u` useful, `.` wasted.
+    timeline: list[str]
 
     @property
-    def slot_steps_spent(self) -> int:
-        return len(self.req_ids) * self.num_steps
-
-    @property
-    def slot_steps_used(self) -> int:
-        return sum(use != SlotUse.WASTED for row in self.timeline for use in row)
+    def num_steps(self) -> int:
+        """As many as its longest output has tokens."""
+        return len(self.timeline[0])
 
 
 @dataclass(slots=True)
@@ -75,16 +63,11 @@ class StaticBatchingReport:
 
     @property
     def slot_steps_spent(self) -> int:
-        return sum(batch.slot_steps_spent for batch in self.batches)
+        return sum(len(row) for batch in self.batches for row in batch.timeline)
 
     @property
     def slot_steps_used(self) -> int:
-        return sum(batch.slot_steps_used for batch in self.batches)
-
-    @property
-    def slot_utilisation(self) -> float:
-        """Share of the slot-steps that yielded a token for a user; 1 if there were none."""
-        return self.slot_steps_used / self.slot_steps_spent if self.batches else 1.0
+        return sum(len(row) - row.count(".") for batch in self.batches for row in batch.timeline)
 
 
 @torch.inference_mode()
@@ -94,13 +77,8 @@ def generate_static(
     """Run `requests` greedily, in order of arrival, in fixed batches of `batch_size`; the last one
     can be smaller.
 
-    Changes the requests: their outputs and status are set as a scheduler would set them. Raises
-    `ValueError` if `batch_size < 1` or two requests have one id, before anything is computed.
+    Changes the requests: their outputs and status are set as a scheduler would set them.
     """
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be >= 1, got {batch_size}")
-    if len({request.request_id for request in requests}) < len(requests):
-        raise ValueError("request_id must be unique in requests")
     model.eval()
     report = StaticBatchingReport()
     in_order = sorted(requests, key=lambda request: request.arrival_time)
@@ -119,8 +97,7 @@ def _run_batch(model: PreTrainedModel, requests: list[Request], start_step: int)
     num_padding_tokens = token_ids.numel() - num_prompt_tokens
     positions = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)  # [batch_size, max_len]
     cache = DynamicCache(config=model.config)
-    timeline: list[list[SlotUse]] = [[] for _ in requests]
-    num_steps = 0
+    timeline = [""] * len(requests)
     while not all(request.is_finished for request in requests):
         output = model(
             token_ids,
@@ -131,26 +108,21 @@ def _run_batch(model: PreTrainedModel, requests: list[Request], start_step: int)
             logits_to_keep=1,
         )
         sampled = output.logits[:, -1].argmax(dim=-1)  # [batch_size]
-        _append_sampled_tokens(
-            requests, sampled.tolist(), SlotUse.USEFUL if num_steps else SlotUse.PREFILL, timeline
-        )
+        use = "u" if timeline[0] else "P"
+        for row, (request, token) in enumerate(zip(requests, sampled.tolist(), strict=True)):
+            timeline[row] += "." if request.is_finished else use
+            if not request.is_finished:
+                request.append_output_token(token)
         token_ids = sampled[:, None]  # rows that have finished continue, but are not read
         attention_mask = torch.cat([attention_mask, torch.ones_like(token_ids)], dim=1)
         positions = positions[:, -1:] + 1
-        num_steps += 1
-    req_ids = [request.request_id for request in requests]
     return StaticBatch(
-        req_ids, start_step, num_steps, num_prompt_tokens, num_padding_tokens, timeline
+        req_ids=[request.request_id for request in requests],
+        start_step=start_step,
+        num_prompt_tokens=num_prompt_tokens,
+        num_padding_tokens=num_padding_tokens,
+        timeline=timeline,
     )
-
-
-def _append_sampled_tokens(
-    requests: list[Request], tokens: list[int], use: SlotUse, timeline: list[list[SlotUse]]
-) -> None:
-    for request, token, row in zip(requests, tokens, timeline, strict=True):
-        row.append(SlotUse.WASTED if request.is_finished else use)
-        if not request.is_finished:
-            request.append_output_token(token)
 
 
 def pad_left(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from request import Request, SamplingParams
 from static_batching import generate_static
 
@@ -29,15 +27,12 @@ def test_the_waste_of_a_batch_by_hand(qwen3, oracle):
     hook.remove()
     assert positions[:2] == [[[0, 1, 2, 3], [0, 0, 0, 1], [0, 0, 1, 2]], [[4], [2], [3]]]
     first, second = report.batches
-    drawn = [
-        "".join(use.value for use in row) for batch in report.batches for row in batch.timeline
-    ]
+    drawn = [row for batch in report.batches for row in batch.timeline]
     assert drawn == ["Puu....", "Puuuuuu", "P......", "Pu"]
     assert first.req_ids == ["a", "b", "c"]
     assert (first.start_step, first.num_steps, second.start_step, second.num_steps) == (0, 7, 7, 2)
     assert (first.num_prompt_tokens, first.num_padding_tokens) == (9, 3)
     assert (report.num_steps, report.slot_steps_spent, report.slot_steps_used) == (9, 23, 13)
-    assert report.slot_utilisation == pytest.approx(13 / 23)
     for request in requests:
         expected = oracle(qwen3, request.prompt_token_ids, request.max_tokens)
         assert report.token_ids[request.request_id] == expected == request.output_token_ids
@@ -52,12 +47,3 @@ def test_a_row_that_ends_goes_on_computing_and_its_user_sees_nothing_of_it(qwen3
     expected = tokens[: tokens.index(tokens[4]) + 1]
     assert report.token_ids == {"eos": expected, "ignores": tokens}
     assert report.slot_steps_used == len(expected) + 12 < report.slot_steps_spent == 24
-
-
-def test_bad_input_is_refused_before_anything_is_computed(qwen3):
-    requests = [make("a", 2, 2), make("a", 3, 2)]
-    with pytest.raises(ValueError, match="batch_size must be >= 1, got 0"):
-        generate_static(qwen3, requests[:1], batch_size=0)
-    with pytest.raises(ValueError, match="unique"):
-        generate_static(qwen3, requests, batch_size=2)
-    assert all(request.num_output_tokens == 0 for request in requests)

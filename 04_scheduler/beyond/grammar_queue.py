@@ -45,9 +45,12 @@ class GrammarsCompiled(SchedulerPlugin):
 
     def begin_step(self) -> None:
         """Release requests whose grammar is compiled by now; later ones wait for the next step."""
-        for name in [name for name in self._waits if _is_compiled(self._jobs[name])]:
-            self._waits[name].status = RequestStatus.WAITING
-            del self._waits[name]  # last: if it is interrupted before, the next step does it again
+        for name, request in list(self._waits.items()):
+            job = self._jobs[name]
+            if job.done() and _error_of(job) is None:
+                request.status = RequestStatus.WAITING
+                # Last: if it is interrupted before, the next step does it again.
+                del self._waits[name]
 
     def can_start(self, request: Request) -> bool:
         if self.name in request.features and request.request_id not in self._jobs:
@@ -62,18 +65,15 @@ class GrammarsCompiled(SchedulerPlugin):
     def on_finish(self, request: Request) -> None:
         self._waits.pop(request.request_id, None)
         job = self._jobs.pop(request.request_id, None)
-        if job is None or job.done():
-            return
-        if all(other is not job for other in self._jobs.values()):
-            job.cancel()  # running or not: no other request needs it
+        if job is not None and job not in self._jobs.values():
+            job.cancel()  # no other request needs it
 
     def failed(self) -> dict[str, str]:
         """Requests that can never start, with the reason: `grammar: ...`, so that a server can tell
         whose fault it is."""
-        errors = {name: _error_of(self._jobs[name]) for name in self._waits}
-        return {
-            name: f"{self.name}: {error}" for name, error in errors.items() if error is not None
-        }
+        done = [name for name in self._waits if self._jobs[name].done()]
+        errors = {name: _error_of(self._jobs[name]) for name in done}
+        return {name: f"{self.name}: {error}" for name, error in errors.items() if error}
 
     def wait(self, seconds: float) -> bool:
         """Wait until a grammar is compiled, or for `seconds`. Returns False if no request waits for
@@ -87,14 +87,9 @@ class GrammarsCompiled(SchedulerPlugin):
         assert self._waits.keys() <= self._jobs.keys(), "a request waits without a compile job"
 
 
-def _is_compiled(job: Future[str]) -> bool:
-    return job.done() and _error_of(job) is None
-
-
 def _error_of(job: Future[str]) -> str | None:
-    if not job.done():
-        return None
+    """Why a job that has ended has no grammar."""
     if job.cancelled():
         return "the compilation was given up"
     error = job.exception()
-    return None if error is None else str(error)
+    return None if error is None else str(error) or repr(error)

@@ -19,7 +19,7 @@ See 04_scheduler/beyond/GRAMMARS.md#who-does-what-and-when"""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,19 +152,14 @@ def without_remarks(schema: dict[str, Any]) -> dict[str, Any]:
     return {key: inner for key, inner in schema.items() if key not in _REMARKS}
 
 
-def _texts(choices: object) -> list[str]:
-    is_list = isinstance(choices, Iterable) and not isinstance(choices, str | bytes | Mapping)
-    texts = list(choices) if is_list else []  # pyright: ignore[reportArgumentType]
-    allowed = "a sequence of non-empty strings"
-    require(
-        bool(texts) and all(isinstance(t, str) and t for t in texts), "choice", choices, allowed
-    )
-    return [_text("choice", text) for text in texts]
+def _texts(choices: Sequence[str]) -> list[str]:
+    is_list = isinstance(choices, Sequence) and not isinstance(choices, str | bytes)
+    require(is_list and len(choices) > 0, "choice", choices, "a sequence of non-empty strings")
+    return [_text("choice", text) for text in choices]
 
 
-def _text(name: str, value: object) -> str:
-    require(isinstance(value, str) and bool(value), name, value, "a non-empty str")
-    assert isinstance(value, str)
-    is_text = not any("\ud800" <= c <= "\udfff" for c in value)
-    require(is_text, name, value, "text without unpaired surrogates")
+def _text(name: str, value: str) -> str:
+    require(isinstance(value, str) and len(value) > 0, name, value, "a non-empty str")
+    has_surrogates = any("\ud800" <= c <= "\udfff" for c in value)
+    require(not has_surrogates, name, value, "text without unpaired surrogates")
     return value

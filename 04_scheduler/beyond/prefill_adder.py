@@ -4,7 +4,7 @@ A prefill-first scheduler fills a batch from the waiting queue until something r
 resources can, and each has a counter, in tokens:
 
     rem_input_tokens    how many this step can still compute
-    rem_chunk_tokens    the same for chunked prompts, usually smaller; None: no chunking
+    rem_chunk_tokens    the same for chunked prompts, usually smaller
     rem_total_tokens    KV memory that is free and not expected to be needed by running requests
 
 The first two count tokens exactly. The third counts memory, which is allocated in pages (a page is
@@ -104,7 +104,7 @@ class PrefillAdder:
         running: Collection[Request],
         new_token_ratio: float,
         rem_input_tokens: int,
-        rem_chunk_tokens: int | None,
+        rem_chunk_tokens: int,
         *,
         max_input_tokens: int,
         num_next_decode_tokens: int,
@@ -165,7 +165,7 @@ class PrefillAdder:
             self.new_chunked_req = req
             return AddReqResult.OTHER
         self._num_expected_tokens += num_needed - (num_available - self._num_available_tokens)
-        return self._budget_state()
+        return AddReqResult.CONTINUE
 
     def add_chunked_req(self, req: Request) -> Request | None:
         """Add the next chunk of a prompt that was split before. Returns the request if it still
@@ -184,9 +184,7 @@ class PrefillAdder:
     def _num_tokens_to_schedule(self, req: Request, num_uncomputed_tokens: int) -> int:
         """How many of the request's `num_uncomputed_tokens` uncomputed tokens go into this batch; 0
         for none."""
-        budget = self.rem_input_tokens
-        if self.rem_chunk_tokens is not None:
-            budget = min(budget, self.rem_chunk_tokens)
+        budget = min(self.rem_input_tokens, self.rem_chunk_tokens)
         if budget <= 0:
             return 0
         num_tokens = self._chunk_policy.num_tokens_to_schedule(
@@ -204,15 +202,7 @@ class PrefillAdder:
         self.can_run_list.append(req)
         self.num_tokens[req.request_id] = num_tokens
         self.rem_input_tokens -= num_tokens
-        if self.rem_chunk_tokens is not None:
-            self.rem_chunk_tokens -= num_tokens
-
-    def _budget_state(self) -> AddReqResult:
-        if self.rem_total_tokens <= 0:
-            return AddReqResult.NO_TOKEN
-        if self.rem_input_tokens <= 0 or self.rem_chunk_tokens == 0:
-            return AddReqResult.OTHER
-        return AddReqResult.CONTINUE
+        self.rem_chunk_tokens -= num_tokens
 
     def _whole_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size) * self.page_size

@@ -45,8 +45,6 @@ from collections.abc import Collection
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kv_memory import ComputedBlocks
-from policies import SchedulePolicy
 from preemptive_scheduler import PreemptiveScheduler, SchedulerOptions
 from prefill_adder import AddReqResult, NewTokenRatio, PrefillAdder
 from request import Request
@@ -73,10 +71,6 @@ class PrefillFirstScheduler(PreemptiveScheduler):
 
     def __init__(
         self,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 4096,
-        num_gpu_blocks: int = 1000,
-        policy: str | SchedulePolicy = "fcfs",
         *,
         mixing: bool = False,
         chunked_prefill_size: int | None = None,
@@ -88,9 +82,9 @@ class PrefillFirstScheduler(PreemptiveScheduler):
     ) -> None:
         if chunked_prefill_size is not None and options.get("chunk_policy") is None:
             options["chunk_policy"] = ChunkToBudget()
+        super().__init__(**options)
         # Each running request gets a token in a decode batch, so the token budget limits them too.
-        max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
-        super().__init__(max_num_seqs, max_num_batched_tokens, num_gpu_blocks, policy, **options)
+        self.max_num_seqs = min(self.max_num_seqs, self.max_num_batched_tokens)
         self.mixing = mixing
         self.chunked_prefill_size = chunked_prefill_size
         self.max_consecutive_prefills = max_consecutive_prefills
@@ -182,34 +176,25 @@ class PrefillFirstScheduler(PreemptiveScheduler):
 
     def _make_adder(self, step: StepPlan) -> PrefillAdder:
         decodes = self.running_batch
-        chunk = self.chunked_prefill_size
-        if chunk is not None:
+        chunk = step.budget
+        if (size := self.chunked_prefill_size) is not None:
             # In a mixed batch, decodes reduce the chunk too, but one page is left however many they
             # are: otherwise a prompt would wait for all of them.
             num_planned = self.max_num_batched_tokens - step.budget
-            chunk = max(chunk - num_planned, min(chunk, self.kv_memory.block_size))
+            chunk = max(size - num_planned, min(size, self.block_size))
         # In a mixed batch, decodes already have their next pages.
         num_next_pages = 0 if self.mixing else decodes.new_page_count_next_decode()
         return PrefillAdder(
             kv_memory=self.kv_memory,
-            allocate=self._start_running,
+            allocate=self.start_running,
             running=decodes.reqs,
             new_token_ratio=self.new_token_ratio,
             rem_input_tokens=step.budget,
             rem_chunk_tokens=chunk,
             max_input_tokens=self.max_num_batched_tokens,
-            num_next_decode_tokens=num_next_pages * self.kv_memory.block_size,
+            num_next_decode_tokens=num_next_pages * self.block_size,
             chunk_policy=self.chunk_policy,
         )
-
-    def _start_running(
-        self, request: Request, computed: ComputedBlocks, num_new_tokens: int
-    ) -> bool:
-        num_reserved = 0
-        if self.is_pinned(request):
-            num_known = request.num_computed_tokens + computed.num_tokens
-            num_reserved = request.max_num_tokens - 1 - num_known - num_new_tokens
-        return self.start_running(request, computed, num_new_tokens, num_reserved)
 
     def _try_to_admit(self, adder: PrefillAdder, request: Request, step: StepPlan) -> Admission:
         if len(self.running) >= self.max_num_seqs:

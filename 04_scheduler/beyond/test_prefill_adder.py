@@ -43,7 +43,7 @@ def make_adder(
         running=running,
         new_token_ratio=ratio,
         rem_input_tokens=rem_input_tokens,
-        rem_chunk_tokens=rem_chunk_tokens,
+        rem_chunk_tokens=rem_input_tokens if rem_chunk_tokens is None else rem_chunk_tokens,
         max_input_tokens=rem_input_tokens,
         num_next_decode_tokens=0,
         chunk_policy=Unchunked() if rem_chunk_tokens is None else ChunkToBudget(),

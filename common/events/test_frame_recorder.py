@@ -99,7 +99,7 @@ def record_fields(record: StepRecord) -> dict:
         {"policy": "lpm", "prefix_cache": "radix", "num_blocks": 30},
         {"policy": "dfs-weight", "kv_tiers": KVTierConfig(64), "num_blocks": 30},
         {"scheduler": "prefill_first", "preempt_every": 3, "policy": "random"},
-        {"overlap_scheduling": True, "shuffle_waiting": True, "num_blocks": 30},
+        {"overlap_scheduling": True, "policy": "random", "num_blocks": 30},
         {"speculative": {"method": "ngram", "adaptive": False}, "chunked_prefill": 7},
     ],
     ids=lambda config: "-".join(map(str, config)),

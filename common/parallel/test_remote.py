@@ -39,7 +39,7 @@ from scheduler_interface import NewRequestData, RunnerInput
 from tiered_cache import KVTierConfig
 
 RANKS, STAGES = dict(tensor_parallel_size=2), dict(pipeline_parallel_size=2)
-SCARCE = dict(num_blocks=26, chunked_prefill=3, preempt_every=4, shuffle_waiting=True)
+SCARCE = dict(num_blocks=26, chunked_prefill=3, preempt_every=4)
 DRIVERS = {  # what is in the driver only, for the same workers
     "two ranks": [SCARCE, dict(overlap_scheduling=True, prefix_cache="radix")],
     "two stages": [SCARCE, dict(scheduler="fcfs", prefix_cache=None)],

@@ -39,7 +39,6 @@ AXES: dict[str, tuple[Value, ...]] = {
     "block_size": (1, 3, 16, 33),
     "preempt_every": (None, 1, 2, 5),
     "watermark": (0.0, 0.2),
-    "shuffle_waiting": (False, True),
     "pool": ("ample", "just"),  # "just": the largest request and one block
     "kv_tiers": (None, "host"),
     "pipeline_parallel_size": (1, 2),  # stages, in threads

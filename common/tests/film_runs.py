@@ -97,7 +97,6 @@ def random_config(rng: random.Random, longest: int) -> dict[str, Any]:
         config["policy"] = draw(["fcfs", "priority", "lof", "random", "lpm", "dfs-weight"])
         config["chunked_prefill"] = draw([True, False, 5, 16])
         config["preempt_every"] = draw([None, None, 3, 5])
-        config["shuffle_waiting"] = rng.random() < 0.2
         if rng.random() < 0.3:
             method = draw(["ngram", "draft"])
             config["speculative"] = {"method": method, "num_spec_tokens": rng.randint(1, 4)}

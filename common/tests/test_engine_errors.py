@@ -119,7 +119,6 @@ BAD_FIELDS: dict[str, tuple] = {
     "num_threads": (10**9, 0),
     "check_invariants": ("no",),
     "shuffle_batch": (1,),
-    "shuffle_waiting": (None,),
     "speculative": ({"method": "draft", "model": 5},),
 }
 

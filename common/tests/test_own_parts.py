@@ -112,7 +112,7 @@ def test_all_roles_at_once(oracle, loaded) -> None:
     [
         ("prefix_cache", lambda **_: OwnCache(BlockPool(9), 4), "got .*OwnCache"),
         ("prefix_cache", lambda pool, **_: RadixCache(8, pool), "got .*RadixCache"),
-        ("scheduler", lambda **_: Scheduler(4, 64), "kv_memory, got .*Scheduler"),
+        ("scheduler", lambda **_: Scheduler(max_num_seqs=4), "kv_memory, got .*Scheduler"),
         ("scheduler", lambda **_: None, "None"),
     ],
 )

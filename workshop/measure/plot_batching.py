@@ -141,7 +141,7 @@ def count_timeline(model: PreTrainedModel, lengths: Lengths) -> dict:
     static: list[list] = [[] for _ in range(4)]
     for batch in report.batches:
         for slot, (req_id, row) in enumerate(zip(batch.req_ids, batch.timeline, strict=True)):
-            static[slot] += [[req_id, use.value] for use in row]
+            static[slot] += [[req_id, use] for use in row]
     records, _, token_ids = serve(model, lengths, 4)
     assert token_ids == report.token_ids
     continuous: list[list] = [[] for _ in range(4)]

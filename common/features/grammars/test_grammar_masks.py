@@ -424,8 +424,6 @@ def test_rules_and_schemas_may_lead_to_each_other_for_long() -> None:
         (token,) = TOKENIZER.encode(first)
         ours.outputs = [token] * 100
         assert token in ours.allowed()
-    described = {"properties": {"description": {"description": "x" * 300_000, "default": "y"}}}
-    assert json.loads(source_of(Json(described)))["json"] == {"properties": {"description": {}}}
     many = "a" * 200_000
     too_many = Json({"anyOf": [{}] * 20_000, "description": many})
     for grammar in (Ebnf(f'root ::= "{many}"'), Json({"const": many}), Regex(many), too_many):
@@ -568,7 +566,5 @@ def test_equal_grammars_have_one_source_and_others_have_others() -> None:
     equal += [(Choice(["a"]), {"choice": ["a"], "regex": None}), (Ebnf("x"), {"grammar": "x"})]
     equal += [(Json(), {"json_object": True})]
     assert all(source_of(one) == source_of(other) for one, other in equal)
-    given_once = Choice(text for text in ["a", "b"])  # pyright: ignore[reportArgumentType]
-    assert source_of(given_once) == source_of(given_once) == source_of(Choice(["a", "b"]))
     different = [Json(), Json(SCHEMA), Json(SCHEMA, 0), Regex("a"), Choice(["a"]), Ebnf("a")]
     assert len({source_of(grammar) for grammar in different}) == len(different)

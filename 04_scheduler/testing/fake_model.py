@@ -76,16 +76,16 @@ class FakeModelRunner:
         requests = self.state.requests
         cached = plan.scheduled_cached_reqs
         assert plan.finished_req_ids <= requests.keys(), "an unknown request has finished"
-        for new in plan.scheduled_new_reqs:
-            is_known = new.req_id in requests and new.req_id not in plan.finished_req_ids
-            assert not is_known, f"{new.req_id!r} was sent as new twice"
+        known = requests.keys() - plan.finished_req_ids
+        sent = {new.req_id for new in plan.scheduled_new_reqs}
+        assert known.isdisjoint(sent), f"sent as new twice: {known & sent}"
         self.state.apply(plan)
         for index, req_id in enumerate(cached.req_ids):
             request = requests[req_id]
-            tokens = cached.new_token_ids[index]
+            tokens = request.tokens(0, request.num_tokens)
             assert len(request.output_token_ids) == cached.num_output_tokens[index], req_id
-            if req_id in cached.resumed_req_ids:
-                assert tokens == request.tokens(0, request.num_tokens), "must be sent in full"
+            is_resumed = req_id in cached.resumed_req_ids
+            assert not is_resumed or cached.new_token_ids[index] == tokens, "must be sent in full"
 
     def _compute(
         self, req_id: str, tokens: list[int], start: int, stop: int, written: set[int]
