@@ -445,7 +445,7 @@ class RangePlan:
 class TritonPlan(AttentionPlan):
     """A step for the kernels above: a launch for the short queries in front, and one for all
     sequences from the first long query on. (An engine's kernels write KV when they rotate it:
-    `common/models/regions/layer_kernels.py`.)"""
+    `common/models/regions/kernel_regions.py`.)"""
 
     def __init__(self, metadata: AttentionMetadata, shape: AttentionShape) -> None:
         self.slot_mapping = metadata.slot_mapping

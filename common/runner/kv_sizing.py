@@ -184,8 +184,9 @@ def largest_steps(
 def largest_params(vocab_size: int) -> SamplingParams:
     """Return parameters with an effect of every rule. Their draft tokens have probabilities."""
     numbers: dict[str, Any] = {rule.name: rule.example for rule in SAMPLING_RULES}
+    numbers["top_k"] = max(1, vocab_size - 1)  # whose tensors are the widest
     return DrawnSeedParams(
-        **numbers | {"top_k": max(1, vocab_size - 1)},  # whose tensors are the widest
+        **numbers,
         seed=0,
         max_tokens=1 << 20,
         min_tokens=1 << 20,
