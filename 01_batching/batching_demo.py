@@ -197,25 +197,6 @@ print(token_ids)
 print(positions)
 
 # %% [markdown]
-# ## What the padded batch copies
-#
-# One tensor must hold the keys and values of all rows, so the runner stacks them in every step and
-# appends the new ones afterwards. It counts the bytes that it writes.
-
-# %%
-runner = HFModelRunner(model)
-engine = EngineCore(FCFSScheduler(max_num_seqs=8), runner)
-for i in range(8):
-    engine.add_request(Request.from_tokens(f"r{i}", [i + 1] * 8, 64))
-for step in range(1, 65):
-    copied = runner.num_bytes_copied
-    new = runner.num_bytes_new
-    engine.step()
-    if step in (1, 2, 16, 32, 64):
-        copied, new = runner.num_bytes_copied - copied, runner.num_bytes_new - new
-        print(f"step {step:2}: {new:6,} bytes of new KV, {copied:7,} written")
-
-# %% [markdown]
 # ## Watch it run
 #
 # ![Film 1: a static batch, and a continuous one](figures/film.png)

@@ -61,7 +61,7 @@ class SchedulerOptions(TypedDict, total=False):
 
 class PreemptiveScheduler(BaseScheduler):
     """A base class without `schedule`: a subclass builds it from `begin_step`,
-    `get_computed_blocks`, `start_running`, `preempt` and `finish_step`.
+    `admit`, `find_prefix`, `start_running`, `preempt` and `finish_step`.
 
     Makes a pool of `num_gpu_blocks` blocks and a prefix cache; `kv_memory` replaces both. A request
     whose prefix is being computed by another request waits for it, or computes it again immediately
@@ -197,8 +197,8 @@ class PreemptiveScheduler(BaseScheduler):
     def start_running(
         self, request: Request, computed: ComputedBlocks, num_new_tokens: int
     ) -> bool:
-        """Allocate KV for a waiting request (`num_new_tokens` slots after its `computed` blocks, and
-        the reserved ones) and mark it as running. Returns False, and leaves it waiting, if the
+        """Allocate KV for a waiting request (`num_new_tokens` slots after its `computed` blocks,
+        and the reserved ones) and mark it as running. Returns False, and leaves it waiting, if the
         allocation fails."""
         num_reserved = self.num_reserved_slots(request, computed.num_tokens + num_new_tokens)
         if not self.kv_memory.allocate_slots(request, num_new_tokens, num_reserved, computed):

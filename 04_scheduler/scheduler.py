@@ -217,7 +217,6 @@ class Scheduler(PreemptiveScheduler):
         )
         if num_tokens == 0:
             return Admission.BUDGET
-        num_deferred_tokens = num_uncomputed_tokens - num_tokens
         end = computed.num_tokens + num_tokens
         num_slots = num_tokens + self.num_reserved_slots(request, end)
         num_watermark_blocks = 0
@@ -236,5 +235,5 @@ class Scheduler(PreemptiveScheduler):
         fits = self.start_running(request, computed, num_tokens)
         assert fits, "`can_allocate` succeeded but `allocate_slots` failed"
         step.add(request, num_tokens)
-        step.defer(request, num_deferred_tokens)
+        step.defer(request, num_uncomputed_tokens - num_tokens)
         return Admission.ADMITTED

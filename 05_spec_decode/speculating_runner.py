@@ -77,9 +77,8 @@ class SpeculatingRunner:
             num_computed = start + plan.num_scheduled_tokens[req_id]
             max_drafts = 0
             if tokens:
-                num_computed -= (
-                    len(plan.scheduled_draft_token_ids.get(req_id, ())) + 1 - len(tokens)
-                )
+                num_drafted = len(plan.scheduled_draft_token_ids.get(req_id, ()))
+                num_computed -= num_drafted + 1 - len(tokens)
                 # The token that follows the draft tokens is an output too.
                 max_drafts = request.max_tokens - num_outputs - 1
             inputs.append(ProposerInput(request, start, num_computed))

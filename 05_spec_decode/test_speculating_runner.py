@@ -70,7 +70,7 @@ class World(runs.World):
         seen = self.drafts.stats
         assert seen.num_tokens == seen.num_passes + seen.num_accepted
         is_cut = any(request.sampling_params.stop_token_ids for request in self.finished)
-        if self.scheduler.get_stats().total_aborted == 0 and not is_cut:
+        if len(self.finished) == self.num_taken and not is_cut:
             assert seen.num_tokens == sum(len(tokens) for tokens in self.outputs.values())
             assert seen.num_drafted - seen.num_accepted == self.num_discarded_tokens
 

@@ -44,7 +44,7 @@ from scheduler_interface import SchedulerOutput, StepOutput
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _InFlight:
     plan: SchedulerOutput
     sampling: list[Request]  # requests that get tokens from it
 
@@ -56,7 +56,7 @@ class PipelinePlugin(SchedulerPlugin):
 
     def __init__(self, num_micro_batches: int) -> None:
         self.num_micro_batches = num_micro_batches
-        self._steps: deque[_Step] = deque()
+        self._steps: deque[_InFlight] = deque()
         # Running requests with a token in flight; the other running ones are ready or in a prompt.
         self._in_flight: dict[str, Request] = {}
         self._ready: dict[str, Request] = {}  # in the order in which their tokens arrived
@@ -99,7 +99,7 @@ class PipelinePlugin(SchedulerPlugin):
                 request.num_output_placeholders = num_sampled
                 self._in_flight[request.request_id] = request
                 sampling.append(request)
-        self._steps.append(_Step(plan, sampling))
+        self._steps.append(_InFlight(plan, sampling))
 
     def on_output(self, plan: SchedulerOutput, output: StepOutput) -> None:
         step = self._steps.popleft()

@@ -33,7 +33,8 @@ class Loop:
         self.plugin: Any = PipelinePlugin(num_stages) if num_stages else OverlapPlugin()
         self.scheduler = FCFSScheduler(plugins=[self.plugin], **options)
         parts = self.scheduler, QueuedRunner(self.runner), self.plugin
-        self.core = OverlappedEngineCore(*parts, num_in_flight or num_stages or 2)
+        num_plans = (num_in_flight or num_stages) if num_stages else 2
+        self.core = OverlappedEngineCore(*parts, num_plans)
         self.outputs: dict[str, list[int]] = {}
 
     def add(self, names: str, max_tokens: int = 3, num_prompt: int = 2) -> None:
