@@ -160,8 +160,8 @@ class PrefixCache(ABC):
         keys = normalise_extra_keys(extra_keys)
         prefix = PrefixKey(token_ids, self.block_size, keys, cursor or MatchCursor())
         blocks = self._match(prefix, 0, len(token_ids) // self.block_size)
+        self.num_changes += len(blocks)
         if blocks:
-            self.num_changes += 1
             self._mark_used(blocks)
         return PrefixMatch(blocks, len(blocks) * self.block_size)
 

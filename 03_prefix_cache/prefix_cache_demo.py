@@ -4,7 +4,7 @@
 # This notebook uses the code of chapter 3. It defines only a few lines that print.
 #
 # **中文提要**：一条哈希链；匹配、占用、释放、淘汰各做什么；一棵基数树（radix tree）怎样长出来；
-# 最后在引擎里看，命中以后首 token 快了多少，换一个 salt 又怎样。
+# 最后在引擎里看，命中以后首 token 快了多少。
 
 # %%
 import warnings
@@ -108,13 +108,6 @@ for output in outputs:
         f"first token after {output.metrics.time_to_first_token * 1e3:.0f} ms"
     )
 assert outputs[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
-
-# %% [markdown]
-# Another tenant gets no cache hits from that, and learns nothing from the response time.
-
-# %%
-(salted,) = llm.generate(text, params, use_tqdm=False, cache_salt="somebody else")
-print("with a salt:", salted.num_cached_tokens, "tokens cached")
 
 # %% [markdown]
 # ## Watch it run

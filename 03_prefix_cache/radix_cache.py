@@ -149,12 +149,15 @@ class RadixCache(PrefixCache):
             yield from reversed(node.contents)
 
     def _contents_of(self, node: TreeNode) -> list[CachedContent]:
+        root = node.above
+        while not root.is_root:
+            root = root.above
         parent = node.above.blocks[-1].block_id if node.above.blocks else None
         contents = []
         for index, block in enumerate(node.blocks):
             tokens = tuple(node.key[index * self.page_size : (index + 1) * self.page_size])
             contents.append(
-                CachedContent(block, parent, tokens, node.extra_keys, begins_node=index == 0)
+                CachedContent(block, parent, tokens, root.extra_keys, begins_node=index == 0)
             )
             parent = block.block_id
         return contents

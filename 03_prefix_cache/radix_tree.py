@@ -37,7 +37,7 @@ class TreeNode:
     last_access: int = 0  # the same for all pages; stale while the node is in use
     children: dict[tuple[int, ...], TreeNode] = field(default_factory=dict, repr=False)
     is_queued: bool = False  # the cache's heap has an entry for it
-    extra_keys: NormalKeys = ()
+    extra_keys: NormalKeys = ()  # only of a root
     contents: list[CachedContent] | None = None  # of its pages; made when they are asked for
 
     @property
@@ -127,15 +127,7 @@ class RadixTree:
         num_pages = page - node.start
         key = node.key[: num_pages * self.page_size]
         blocks = node.blocks[:num_pages]
-        upper = TreeNode(
-            parent=node.parent,
-            key=key,
-            blocks=blocks,
-            end=page,
-            lock_ref=node.lock_ref,
-            last_access=node.last_access,
-            extra_keys=node.extra_keys,
-        )
+        upper = TreeNode(node.parent, key, blocks, page, node.lock_ref, node.last_access)
         del node.key[: len(key)], node.blocks[:num_pages]
         node.contents = None
         self._attach(upper)
@@ -179,14 +171,7 @@ class RadixTree:
         if node.is_root or node.children or node.lock_ref != lock_ref:
             if node.is_root:
                 self.roots[node.extra_keys] = node
-            node = TreeNode(
-                parent=node,
-                key=key,
-                blocks=list(blocks),
-                end=node.end + len(blocks),
-                lock_ref=lock_ref,
-                extra_keys=node.extra_keys,
-            )
+            node = TreeNode(node, key, list(blocks), node.end + len(blocks), lock_ref)
             self._attach(node)
         else:
             node.key += key

@@ -20,22 +20,35 @@ Invariants: a request has memory in all groups, or in none; the entry at positio
 table is held, or no later token sees it. A refused allocation leaves every table unchanged, except
 for blocks that no token sees any longer.
 
-No prefix is kept here: `cached_grouped_memory.py` does that. vLLM's coordinator of several managers
-does both.
+A hit must hold in all groups:
 
-See 02_paged_kv/beyond/WINDOWS.md#layers-of-two-kinds"""
+    window 5, blocks of 2       positions     0 1   2 3   4 5   6 7   8 ..
+    found in group 0                           5     9     3     8
+    found in group 1                           0     0     4    11            0: not read
+    computed next                                                     8 and on
+
+Written blocks are published after their forward pass, in each group separately. Blocks that a
+window leaves are freed after that, so they stay findable until they are reallocated. The rule for
+blocks that are not trusted is that of `cached_kv_cache_manager.py`. A request that has a
+reservation, or was preempted and may get one, shares no blocks: a block that it frees must become
+free at that moment. No request waits for what another computes. vLLM's coordinator of several
+managers does this.
+
+See 02_paged_kv/beyond/WINDOWS.md#layers-of-two-kinds and 03_prefix_cache/beyond/GROUPS.md"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import zip_longest
 
 from block_pool import NULL_BLOCK_ID, Block, BlockPool
+from grouped_prefix_cache import GroupedPrefixCache
 from kv_cache_manager import BlockTable
 from kv_memory import ComputedBlocks, UncachedKVCacheManager
-from request import Request, check_integers
+from request import Request
+from request_chain import Link, RequestChains
 from scheduler_interface import BlockTableUpdate
 
 
@@ -123,7 +136,10 @@ class OneGroup(UncachedKVCacheManager):
 
 class GroupedKVMemory(UncachedKVCacheManager):
     """A `UncachedKVCacheManager` with a table for each of `windows`; None is a group that sees
-    every position. A step computes at most `max_step_tokens` of a request."""
+    every position. A step computes at most `max_step_tokens` of a request. With `has_cache`,
+    requests share the prefixes that any of them has computed."""
+
+    cache: GroupedPrefixCache | None  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(
         self,
@@ -131,18 +147,22 @@ class GroupedKVMemory(UncachedKVCacheManager):
         block_size: int,
         windows: Sequence[int | None],
         max_step_tokens: int,
+        has_cache: bool = False,
     ) -> None:
         super().__init__(pool, block_size)
-        check_integers(1, max_step_tokens=max_step_tokens)
         self.windows = windows
         self.max_step_tokens = max_step_tokens
+        self.cache = GroupedPrefixCache(pool, block_size, windows) if has_cache else None
         self.groups: list[OneGroup] = []
         for number, window in enumerate(windows):
             group = OneGroup(pool, block_size, number, window, max_step_tokens)
             group.req_ids_with_new_blocks = self.req_ids_with_new_blocks
             self.groups.append(group)
-        self._windows = [group for group in self.groups if group.window is not None]
         self._reserved_ends: dict[str, int] = {}
+        self._chains = RequestChains(block_size, ())
+        # Published blocks at the front of each group, by request. A request that has tables and is
+        # not here publishes nothing: its blocks are not trusted, or may not be shared.
+        self._num_published: dict[str, int] = {}
 
     def num_blocks_needed(self, num_tokens: int) -> int:
         """Blocks that a request of `num_tokens` positions holds at a time, in all groups."""
@@ -163,6 +183,37 @@ class GroupedKVMemory(UncachedKVCacheManager):
     def get_tables(self, request_id: str) -> tuple[Sequence[int], ...]:
         return tuple(group.get_block_ids(request_id) for group in self.groups)
 
+    # -- a hit
+
+    def get_computed_blocks(self, request: Request, wait_for_others: bool = True) -> ComputedBlocks:
+        """Like the method without groups, but no request waits for what another computes. The
+        blocks themselves are looked up again when they are pinned."""
+        self.current_req_id = request.request_id
+        if request.num_preemptions:
+            return ComputedBlocks()
+        return ComputedBlocks(num_tokens=len(self._cached_links(request)) * self.block_size)
+
+    def find_cached_blocks(self, request: Request) -> Sequence[int]:
+        """Numbers that represent the blocks' contents, because a block may be missing in one
+        group."""
+        return [int.from_bytes(name[:8]) for name, _ in self._cached_links(request)]
+
+    def _cached_links(self, request: Request) -> Sequence[Link]:
+        """The links of the longest prefix that holds in every group."""
+        if self.cache is None or request.sampling_params.skip_reading_prefix_cache:
+            return ()
+        chain = self._chains.chain(request, (request.num_tokens - 1) // self.block_size)
+        return chain[: self.cache.longest_hit(chain)]
+
+    def _find(self, request: Request, computed: ComputedBlocks) -> list[list[Block]]:
+        """The blocks of `computed`, by group."""
+        num_blocks = computed.num_tokens // self.block_size
+        if self.cache is None or num_blocks == 0:
+            return [[] for _ in self.groups]
+        return self.cache.find(self._chains.chain(request, num_blocks), num_blocks)
+
+    # -- slots
+
     def allocate_slots(
         self,
         request: Request,
@@ -171,11 +222,14 @@ class GroupedKVMemory(UncachedKVCacheManager):
         computed: ComputedBlocks | None = None,
     ) -> bool:
         name = request.request_id
-        num_found = 0 if computed is None else computed.num_tokens
         self.current_req_id = name
-        for group in self._windows:
+        computed = computed or ComputedBlocks()
+        is_admission = not self.get_block_ids(name)
+        if is_admission:
+            self._begin_with(request, computed)
+        for group in self.groups:
             group.give_up(request, self._may_be_given_up(request))
-        end = request.num_computed_tokens + num_found + num_new_tokens
+        end = request.num_computed_tokens + computed.num_tokens + num_new_tokens
         reserved_end = max(self._reserved_ends.get(name, 0), end + num_reserved_tokens)
         num_new = 0
         lengths = []
@@ -184,15 +238,43 @@ class GroupedKVMemory(UncachedKVCacheManager):
             lengths.append(max(group.num_blocks_needed(end), num_reserved))
             num_new += max(0, lengths[-1] - len(group.get_block_ids(name)))
         if num_new > self.pool.num_free_blocks:
+            if is_admission:
+                self.free(request)
             return False
-        if num_reserved_tokens and not request.num_computed_tokens:  # at admission
-            self._reserved_ends[name] = reserved_end
-        return all([g.lengthen(request, n) for g, n in zip(self.groups, lengths, strict=True)])
+        for group, length in zip(self.groups, lengths, strict=True):
+            first = len(group.get_block_ids(name))
+            group.lengthen(request, length)
+            if self.cache is not None:
+                self.cache.remove_blocks(group.tail(name, first))
+        if is_admission:
+            if num_reserved_tokens:
+                self._reserved_ends[name] = reserved_end
+            self._admitted(request, computed)
+        return True
+
+    def _begin_with(self, request: Request, computed: ComputedBlocks) -> None:
+        """Begin the request's tables with the blocks of `computed`, pinned."""
+        num_found = computed.num_tokens // self.block_size
+        if self.cache is not None and num_found:
+            found = self._find(request, computed)
+            self.cache.hold([block for blocks in found for block in blocks])
+            for group, blocks in zip(self.groups, found, strict=True):
+                group.begin_with(request.request_id, blocks, num_found)
+
+    def _admitted(self, request: Request, computed: ComputedBlocks) -> None:
+        if self.cache is None or request.num_preemptions:
+            return
+        if request.request_id not in self._reserved_ends:
+            self._num_published[request.request_id] = computed.num_tokens // self.block_size
+        if not request.sampling_params.skip_reading_prefix_cache:
+            self.cache.stats.record(request.num_tokens, computed.num_tokens)
 
     def _may_be_given_up(self, request: Request) -> int:
-        """Entries at the left of the request's tables that can be freed, if no later token sees
-        them."""
-        return request.num_computed_tokens // self.block_size
+        """Entries that can be freed, once they are published, if no later token sees them. With
+        steps in flight, that is later than they are computed, so tokens of one more step are
+        held."""
+        num_computed = request.num_computed_tokens // self.block_size
+        return self._num_published.get(request.request_id, num_computed)
 
     def can_allocate(
         self,
@@ -208,17 +290,13 @@ class GroupedKVMemory(UncachedKVCacheManager):
         for group, blocks in zip(self.groups, found, strict=True):
             end = computed.num_tokens + num_tokens
             num_new += group.max_reserved(num_found - len(blocks), end) - num_found
-        released = (
-            [] if freeing is None else [b for g in self.groups for b in g.held(freeing.request_id)]
-        )
+        released: list[Block] = []
+        if freeing is not None:
+            released = [b for group in self.groups for b in group.held(freeing.request_id)]
         num_free = self.pool.num_free_blocks + sum(block.ref_cnt == 1 for block in released)
         # Found blocks that no request uses are free now, but no longer when they are pinned.
         taken = (b.ref_cnt == (b in released) for blocks in found for b in blocks)
         return num_new + sum(taken) <= num_free
-
-    def _find(self, request: Request, computed: ComputedBlocks) -> list[list[Block]]:
-        """The blocks of `computed`, by group."""
-        return [[] for _ in self.groups]
 
     def num_written_slots(self, starts: Collection[int], num_tokens: int) -> int:
         """Slots in all groups that a later token can see."""
@@ -227,19 +305,48 @@ class GroupedKVMemory(UncachedKVCacheManager):
             num_slots += sum(starts if window is None else (min(n, window - 1) for n in starts))
         return num_slots
 
+    # -- after a step
+
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """Publish the request's full blocks, in all groups. O(new full blocks)."""
+        name = request.request_id
+        first = self._num_published.get(name)
+        num_full = min(num_computed_tokens, request.num_tokens) // self.block_size
+        if self.cache is None or first is None or num_full <= first:
+            return
+        self.current_req_id = name
+        chain = self._chains.known(request, num_full)
+        for group in self.groups:
+            for index, block in zip(range(first, num_full), group.tail(name, first)):
+                kept = self.cache.publish(group.group, chain, index, block)
+                if kept is not block:
+                    group.replace(name, index, kept)
+        self._num_published[name] = num_full
+
     def free(self, request: Request) -> None:
-        """Frees the deepest blocks of all groups first, because a prefix is useful only if all
-        groups have it."""
-        self.current_req_id = request.request_id
-        self._reserved_ends.pop(request.request_id, None)
-        tables = [group.remove_table(request.request_id) for group in self.groups]
+        """Free the deepest blocks of all groups first, because a prefix is useful only if all
+        groups have it. Published blocks stay findable until they are reallocated, unless the
+        request's KV is not trusted: then the cache is emptied, and no running request publishes any
+        more."""
+        name = request.request_id
+        self.current_req_id = name
+        self._reserved_ends.pop(name, None)
+        self._num_published.pop(name, None)
+        if self.cache is not None and request.has_bad_kv:
+            self.cache.clear()
+            self._num_published.clear()
+        tables = [group.remove_table(name) for group in self.groups]
         depths = [*zip_longest(*tables)][::-1]
         self.pool.free([block for blocks in depths for block in blocks if block is not None])
 
     def clear(self) -> None:
+        """Clear the tables and the cache."""
         self._reserved_ends.clear()
+        self._num_published.clear()
         for group in self.groups:
             group.clear_tables()
+        if self.cache is not None:
+            self.cache.clear()
         super().clear()
 
     def pop_table_updates(self) -> list[BlockTableUpdate]:
@@ -250,6 +357,14 @@ class GroupedKVMemory(UncachedKVCacheManager):
 
     def _count_holders(self) -> Counter[int]:
         return sum((group._count_holders() for group in self.groups), Counter())
+
+    def _check_sharing(self) -> None:
+        """Cached blocks may be in several tables."""
+
+    def check_invariants(self, requests: Iterable[Request] = ()) -> None:
+        super().check_invariants(requests)
+        if self.cache is not None:
+            self.cache.check_invariants()
 
 
 def max_blocks(

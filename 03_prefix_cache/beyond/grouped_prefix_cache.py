@@ -122,9 +122,6 @@ class GroupedPrefixCache:
                 self.num_changes += 1
                 del self._by_key[known.key]
 
-    def is_cached(self, block: Block) -> bool:
-        return block.block_id in self._by_block_id
-
     @property
     def num_cached_blocks(self) -> int:
         return len(self._by_block_id)

@@ -84,8 +84,7 @@ class KVConnector(ABC):
         called for a finished request that was only looked up; no state may be kept for it. Unknown
         ids are ignored."""
 
-    @abstractmethod
-    def request_finished(self, request: Request, block_ids: Sequence[int]) -> None:
+    def request_finished(self, request: Request, block_ids: Sequence[int]) -> None:  # noqa: B027
         """Called when a request frees its blocks. `block_ids` hold its first full blocks, published
         and final; they may be read until this returns."""
 

@@ -23,7 +23,6 @@ import logging
 import os
 import re
 import threading
-from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -35,11 +34,14 @@ logger = logging.getLogger(__name__)
 _BLOCK_FILE = re.compile("[0-9a-f]{64}[.]kv")
 
 
-class LRUTier(KVStore):
-    """A store of `max_blocks` blocks; what a block's bytes are kept in is the subclass's."""
+class HostTier(KVStore):
+    """A tier in memory, of `max_blocks` blocks. Dropped blocks go to `below`; it finds and reads
+    the blocks of both, and keeps what it has read there. With `max_blocks` 0, everything is
+    below."""
 
-    def __init__(self, max_blocks: int) -> None:
+    def __init__(self, max_blocks: int, below: HostTier | None = None) -> None:
         self.max_blocks = max_blocks
+        self.below = below
         self.num_read = 0  # blocks
         self._lock = threading.RLock()
         # The link and the bytes in memory of each block, the least recently used first.
@@ -49,7 +51,7 @@ class LRUTier(KVStore):
         return len(self._kept)
 
     def __contains__(self, block_hash: bytes) -> bool:
-        return block_hash in self._kept
+        return block_hash in self._kept or (self.below is not None and block_hash in self.below)
 
     def has(self, links: Sequence[Link]) -> int:
         with self._lock:
@@ -66,49 +68,6 @@ class LRUTier(KVStore):
             for block_hash, _ in reversed(links):
                 if block_hash in self._kept:
                     self._kept.move_to_end(block_hash)
-
-    def put(self, link: Link, data: bytes) -> bool:
-        block_hash = link[0]
-        with self._lock:
-            is_new = block_hash not in self._kept
-            self._kept[block_hash] = link, self._write(link, bytes(data))
-            self._kept.move_to_end(block_hash)
-            if len(self._kept) > self.max_blocks:
-                _, oldest = self._kept.popitem(last=False)
-                self._dropped(*oldest)
-        return is_new
-
-    def drop(self, link: Link) -> None:
-        with self._lock:
-            if self._kept.pop(link[0], None) is not None:
-                self._erase(link)
-
-    @abstractmethod
-    def _write(self, link: Link, data: bytes) -> bytes:
-        """Write a block. Returns what of it is kept in memory."""
-
-    def _dropped(self, link: Link, kept: bytes) -> None:
-        """Called when a full tier has dropped a block."""
-        self._erase(link)
-
-    def _erase(self, link: Link) -> None:
-        """Remove what `_write` has written outside the memory."""
-
-
-class HostTier(LRUTier):
-    """A tier in memory. Dropped blocks go to `below`; it finds and reads the blocks of both, and
-    keeps what it has read there. With `max_blocks` 0, everything is below."""
-
-    def __init__(self, max_blocks: int, below: DiskTier | None = None) -> None:
-        super().__init__(max_blocks)
-        self.below = below
-
-    def __contains__(self, block_hash: bytes) -> bool:
-        is_below = self.below is not None and block_hash in self.below
-        return is_below or super().__contains__(block_hash)
-
-    def use(self, links: Sequence[Link]) -> None:
-        super().use(links)
         if self.below is not None:
             self.below.use(links)
 
@@ -128,22 +87,38 @@ class HostTier(LRUTier):
                 self.put(link, data)
                 yield data
 
+    def put(self, link: Link, data: bytes) -> bool:
+        block_hash = link[0]
+        with self._lock:
+            is_new = block_hash not in self._kept
+            self._kept[block_hash] = link, self._write(link, bytes(data))
+            self._kept.move_to_end(block_hash)
+            if len(self._kept) > self.max_blocks:
+                _, (oldest, kept) = self._kept.popitem(last=False)
+                self._erase(oldest)
+                if self.below is not None and self.below.has([oldest]) == 0:
+                    self.below.put(oldest, kept)
+        return is_new
+
     def drop(self, link: Link) -> None:
-        super().drop(link)
+        with self._lock:
+            if self._kept.pop(link[0], None) is not None:
+                self._erase(link)
         if self.below is not None:
             self.below.drop(link)
 
     def _write(self, link: Link, data: bytes) -> bytes:
+        """Write a block. Returns what of it is kept in memory."""
         return data
 
-    def _dropped(self, link: Link, kept: bytes) -> None:
-        if self.below is not None and self.below.has([link]) == 0:
-            self.below.put(link, kept)
+    def _erase(self, link: Link) -> None:
+        """Remove what `_write` has written outside the memory."""
 
 
-class DiskTier(LRUTier):
-    """A tier in files. Files that are in `folder` are its first blocks, the oldest the least
-    recently used. Raises `OSError` if there is no such folder and none can be made."""
+class DiskTier(HostTier):
+    """A tier whose order of use is in memory and whose blocks are in files. Files that are in
+    `folder` are its first blocks, the oldest the least recently used. Raises `OSError` if there is
+    no such folder and none can be made."""
 
     def __init__(self, folder: str | Path, max_blocks: int) -> None:
         super().__init__(max_blocks)
@@ -152,12 +127,11 @@ class DiskTier(LRUTier):
         # Other files are the user's.
         files = [file for file in self.folder.iterdir() if _BLOCK_FILE.fullmatch(file.name)]
         files.sort(key=lambda file: file.stat().st_mtime_ns)
-        for number, file in enumerate(files, 1 - len(files)):
-            link: Link = (bytes.fromhex(file.stem), ())
-            if number > -max_blocks:
-                self._kept[link[0]] = link, b""
-            else:
-                self._erase(link)
+        for file in files[:-max_blocks]:
+            file.unlink(missing_ok=True)
+        for file in files[-max_blocks:]:
+            block_hash = bytes.fromhex(file.stem)
+            self._kept[block_hash] = (block_hash, ()), b""
 
     def _file(self, link: Link) -> Path:
         return self.folder / f"{link[0].hex()}.kv"

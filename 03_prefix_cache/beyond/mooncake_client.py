@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 RPC_FAILED = -900  # the library's code for a master that does not answer
 START_TIMEOUT_S = 30.0
 BUFFER_NBYTES = 32 << 20  # limits the size of a value
-_LOOK_S = 0.02  # between two looks at the client's process
+_LOOK_MS = 20  # between two looks at the client's process
 HOW_TO_INSTALL = (
     "Linux on x86-64: pip install mooncake-transfer-engine-non-cuda, and the libraries it wants "
     "with: apt-get install libibverbs1 libnuma1 libcurl4"
@@ -147,12 +147,10 @@ class MooncakeClient:
 
     def _wait(self, event: int, operation: str, deadline: float) -> None:
         """Wait until a message can be sent, or received."""
-        left_s = deadline - time.monotonic()
-        while not self._socket.poll(int(1000 * max(0.0, min(left_s, _LOOK_S))), event):
-            left_s = deadline - time.monotonic()
+        while not self._socket.poll(_LOOK_MS, event):
             if self.process.poll() is not None:
                 raise StoreDownError(f"no answer to {operation!r}: the client's process has exited")
-            if left_s <= 0:
+            if time.monotonic() >= deadline:
                 raise StoreDownError(f"no answer to {operation!r} in {self.timeout_s:g} s")
 
     def _kill(self) -> None:

@@ -79,7 +79,6 @@ class StoreConnector(KVConnector):
     def update_state_after_alloc(
         self, request: Request, block_ids: Sequence[int], num_external_tokens: int
     ) -> None:
-        """Raises `ValueError` while a load of this request is in flight."""
         name = request.request_id
         self._loads.start(name, self._found.pop(name))
         self._loading[name] = list(block_ids)

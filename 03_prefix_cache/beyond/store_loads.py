@@ -23,11 +23,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 NUM_THREADS = 4  # loads that are read at the same time
-POLL_S = 0.0005
 
 
 @dataclass(slots=True, eq=False)
@@ -35,17 +34,11 @@ class _PartialLoad:
     parts: Iterator[bytes]
     deadline: float
     arrived: list[bytes] = field(default_factory=list)  # written by the thread only
-    error: str | None = None
-    has_ended: bool = False  # set last
 
     def read(self) -> None:
         """Read all parts, in a thread."""
-        try:
-            while (part := next(self.parts, None)) is not None:
-                self.arrived.append(part)
-        except Exception as failure:
-            self.error = str(failure) or repr(failure)
-        self.has_ended = True
+        while (part := next(self.parts, None)) is not None:
+            self.arrived.append(part)
 
 
 class Loads:
@@ -53,41 +46,39 @@ class Loads:
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self._loads: dict[str, _PartialLoad] = {}  # not taken yet
+        self._loads: dict[str, tuple[_PartialLoad, Future[None]]] = {}  # not taken yet
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kv-loads")
 
     def start(self, name: str, parts: Iterator[bytes]) -> None:
         """Raises `RuntimeError` after `close`."""
         load = _PartialLoad(parts, time.monotonic() + self.timeout_s)
-        self._threads.submit(load.read)
-        self._loads[name] = load
+        self._loads[name] = load, self._threads.submit(load.read)
 
     def has_ended(self, name: str) -> bool:
         """Whether the load can be taken."""
-        load = self._loads[name]
-        return load.has_ended or time.monotonic() >= load.deadline
+        load, reading = self._loads[name]
+        return reading.done() or time.monotonic() >= load.deadline
 
     def take(self, name: str) -> tuple[list[bytes], str | None]:
         """Return the parts that arrived, and why there are not more (None: all arrived)."""
-        load = self._loads[name]
-        error = load.error if load.has_ended else f"timed out after {self.timeout_s} s"
+        load, reading = self._loads[name]
+        error = f"timed out after {self.timeout_s} s"
+        if reading.done():
+            failure = reading.exception()
+            error = None if failure is None else str(failure) or repr(failure)
         arrived = load.arrived.copy()  # later ones are in no result
         self.cancel(name)
         return arrived, error
 
     def cancel(self, name: str) -> None:
         """Drop a load, whatever its state. Unknown names are ignored."""
-        load = self._loads.pop(name, None)
-        if load is not None:
+        if name in self._loads:
+            load, _ = self._loads.pop(name)
             load.parts = iter(())  # its thread reads no more, and it holds no bytes
 
     def wait(self, timeout_s: float) -> None:
         """Return when some load has ended, or after `timeout_s`; immediately without a load."""
-        deadline = time.monotonic() + timeout_s
-        while self._loads and not any(map(self.has_ended, self._loads)):
-            if time.monotonic() >= deadline:
-                return
-            time.sleep(POLL_S)
+        wait([reading for _, reading in self._loads.values()], timeout_s, FIRST_COMPLETED)
 
     def close(self) -> None:
         """Drop every load. Threads stop; hanging ones are left."""

@@ -10,7 +10,7 @@ import pytest
 
 from block_pool import BlockPool
 from cache_checks import cached_prefixes, check_cache, check_memory
-from cached_grouped_memory import CachedGroupedMemory
+from grouped_kv_memory import GroupedKVMemory
 from grouped_prefix_cache import GroupedPrefixCache
 from kv_slots import Chaos, Runner
 from prefix_cache_local import compute_hash_chain
@@ -65,7 +65,8 @@ class GroupedChaos(Chaos):
     def __init__(self, windows: tuple[int | None, ...], rng: random.Random) -> None:
         super().__init__(self, rng.randint)
         self.windows = windows
-        self.memory = CachedGroupedMemory(BlockPool(rng.choice([9, 16, 40])), SIZE, windows, STEP)
+        pool = BlockPool(rng.choice([9, 16, 40]))
+        self.memory = GroupedKVMemory(pool, SIZE, windows, STEP, has_cache=True)
         self.waiting: dict[str, Request] = {}
         self.running: dict[str, Request] = {}
         self.plan: dict[str, int] = {}  # where its step starts

@@ -15,7 +15,7 @@ import pytest
 
 from kv_store import KVStore, compute_checksum, make_record, open_record
 from kv_stores import NBYTES, STORES, FaultyStore
-from kv_tiers import DiskTier, LRUTier
+from kv_tiers import DiskTier, HostTier
 from request_chain import Link
 
 LINKS: list[Link] = [(number.to_bytes(32, "big"), (number, 7, 2**40)) for number in range(12)]
@@ -68,7 +68,7 @@ def check(store: KVStore, max_blocks: int, num_turns: int, seed: int) -> Ordered
             case "d" if rng.random() < 0.3:
                 store.drop(links[0])
                 naive.pop(first, None)
-        if isinstance(store, LRUTier):
+        if isinstance(store, HostTier):
             assert {n for n in range(12) if LINKS[n][0] in store} == set(naive)
     assert store.has([]) == 0 and read(store, []) == ([], False)
     return naive

@@ -29,10 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from block_pool import Block
-from kv_connector import KVBlockIO
 from kv_tiers import DiskTier, HostTier
 from prefix_cache_local import compute_block_hash
-from request import Request, check_integers, require
+from request import check_integers, require
 from request_chain import Link, root_keys
 from store_connector import StoreConnector
 
@@ -62,26 +61,22 @@ class KVTierConfig:
 
 
 class TieredCache(StoreConnector):
-    """Host and disk tiers: the listener of a `PrefixCache`, and a `KVConnector`."""
+    """Host and disk tiers: the listener of a `PrefixCache`, and a `KVConnector`. Raises `OSError`
+    if the folder cannot be made."""
 
     def __init__(self, config: KVTierConfig) -> None:
         self.config = config
         self.disk: DiskTier | None = None
-        self.host = HostTier(config.host_blocks)
-        super().__init__(self.host, config.load_timeout_s)
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        if config.disk_blocks:
+            folder = config.disk_path
+            if folder is None:
+                self._temporary = tempfile.TemporaryDirectory(prefix="kv-tier-")
+                folder = self._temporary.name
+            self.disk = DiskTier(folder, config.disk_blocks)
+        self.host = HostTier(config.host_blocks, self.disk)
+        super().__init__(self.host, config.load_timeout_s)
         self._link_of: dict[int, Link] = {}  # of every cached block on the device
-
-    def bind(self, io: KVBlockIO, block_size: int, namespace: Sequence[tuple[str, str]]) -> None:
-        """Raises `OSError` if the folder cannot be made."""
-        super().bind(io, block_size, namespace)
-        if not self.config.disk_blocks:
-            return
-        folder = self.config.disk_path
-        if folder is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="kv-tier-")
-            folder = self._temporary.name
-        self.disk = self.host.below = DiskTier(folder, self.config.disk_blocks)
 
     # -- down: notifications of the device's cache
 
@@ -120,9 +115,6 @@ class TieredCache(StoreConnector):
     def num_loaded_blocks(self) -> Mapping[str, int]:
         num_from_disk = 0 if self.disk is None else self.disk.num_read
         return {"host": self.host.num_read, "disk": num_from_disk}
-
-    def request_finished(self, request: Request, block_ids: Sequence[int]) -> None:
-        """Nothing to do: blocks are copied down when the device evicts them."""
 
     def close(self) -> None:
         """A named folder stays, for the next engine. Can be called again."""

@@ -8,7 +8,6 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from block_pool import NULL_BLOCK_ID, Block
-from cached_grouped_memory import CachedGroupedMemory
 from cached_kv_cache_manager import CachedKVCacheManager
 from grouped_kv_memory import GroupedKVMemory
 from grouped_prefix_cache import GroupedPrefixCache
@@ -141,8 +140,8 @@ def check_memory(memory: Any, requests: Iterable[Request] = ()) -> None:
         check_cache(memory.cache)
     if isinstance(memory, GroupedKVMemory):
         check_windows(memory, requests)
-    if isinstance(memory, CachedGroupedMemory):
-        check_published_in_groups(memory, requests)
+        if memory.cache is not None:
+            check_published_in_groups(memory, requests)
     if isinstance(memory, CachedKVCacheManager):
         check_published(memory, requests)
     if isinstance(memory, LoadingKVCacheManager):
@@ -187,13 +186,13 @@ def check_windows(memory: GroupedKVMemory, requests: list[Request]) -> None:
             assert all(ids[num_null:]), f"{request} has a hole in group {group.group}"
 
 
-def check_published_in_groups(memory: CachedGroupedMemory, requests: list[Request]) -> None:
+def check_published_in_groups(memory: GroupedKVMemory, requests: list[Request]) -> None:
     assert memory._num_published.keys() <= memory.groups[0]._tables.keys(), "without tables"
     places: dict[int, tuple[object, int, int]] = {}
     for name in memory.groups[0]._tables:
         for number, ids in enumerate(memory.get_tables(name)):
             for index, block_id in enumerate(ids):
-                is_known = memory.cache.is_cached(memory.pool.blocks[block_id])
+                is_known = block_id in memory.cache._by_block_id
                 is_shared = is_known or name not in memory._num_published
                 place = ("shared" if is_shared else name, number, index)
                 is_alone = places.setdefault(block_id, place) == place

@@ -8,7 +8,6 @@ import pytest
 import test_scheduler_runs as runs
 from block_pool import BlockPool
 from cache_checks import check_memory
-from cached_grouped_memory import CachedGroupedMemory
 from fake_model import FakeModelRunner
 from grouped_kv_memory import GroupedKVMemory
 from kv_memory import SharingRunnerState
@@ -19,10 +18,6 @@ from unchunked import ChunkToBudget
 
 
 class Checked(runs.AnswersAreChecked, GroupedKVMemory):
-    checks_all = True
-
-
-class CheckedCache(runs.AnswersAreChecked, CachedGroupedMemory):
     checks_all = True
 
 
@@ -56,23 +51,23 @@ SHARING = [([0, 1, 1, 0, 2], 4, 1), ([0, 1, 1, 3], 4, 0), ([2, 1], 5, 1)]
 
 @pytest.mark.net
 @pytest.mark.parametrize(
-    ("kind", "windows", "num_blocks", "share"),
+    ("has_cache", "windows", "num_blocks", "share"),
     [
-        (Checked, [None, 3], 9, 1),
-        (CheckedCache, [None, 4], 10, 0.85),
-        pytest.param(Checked, [None, 3], 11, 1, marks=pytest.mark.slow),
-        pytest.param(Checked, [None, 2, 4], 14, 1, marks=pytest.mark.slow),
-        pytest.param(CheckedCache, [None, 4], 10, 1, marks=pytest.mark.slow),
-        pytest.param(CheckedCache, [None, 3], 13, 1, marks=pytest.mark.slow),
-        pytest.param(CheckedCache, [None, 2, 4], 16, 1, marks=pytest.mark.slow),
+        (False, [None, 3], 9, 1),
+        (True, [None, 4], 10, 0.85),
+        pytest.param(False, [None, 3], 11, 1, marks=pytest.mark.slow),
+        pytest.param(False, [None, 2, 4], 14, 1, marks=pytest.mark.slow),
+        pytest.param(True, [None, 4], 10, 1, marks=pytest.mark.slow),
+        pytest.param(True, [None, 3], 13, 1, marks=pytest.mark.slow),
+        pytest.param(True, [None, 2, 4], 16, 1, marks=pytest.mark.slow),
     ],
 )
-def test_every_interleaving_of_three_requests(kind, windows, num_blocks, share):
-    memory = kind(BlockPool(num_blocks + 1), 2, windows, max_step_tokens=5)
+def test_every_interleaving_of_three_requests(has_cache, windows, num_blocks, share):
+    memory = Checked(BlockPool(num_blocks + 1), 2, windows, 5, has_cache)
     limits = {"max_num_seqs": 2, "max_num_batched_tokens": 5, "max_preemptions": 2}
     world = runs.World(memory, policy="fcfs", **limits)
     world.runner = GroupedModelRunner(memory.block_size, memory.windows)
-    runs.explore(world, SHARING if kind is CheckedCache else runs.PROMPTS, share)
+    runs.explore(world, SHARING if has_cache else runs.PROMPTS, share)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +78,7 @@ def test_a_request_that_cannot_be_preempted_again_shares_no_window(windows, num_
     """Two requests with one prompt, in memory for hardly one, each preempted as often as allowed.
     Blocks that leave the window of one must be free then, because the other cannot be a victim.
     Their answers differ, so that they share no prefix again."""
-    memory = CachedGroupedMemory(BlockPool(num_blocks + 1), 4, windows, 4)
+    memory = GroupedKVMemory(BlockPool(num_blocks + 1), 4, windows, 4, has_cache=True)
     limits = {"max_num_batched_tokens": 4, "max_preemptions": 1, "max_model_len": 64}
     scheduler = Scheduler(kv_memory=memory, max_num_seqs=8, chunk_policy=ChunkToBudget(), **limits)
     requests = [Request.from_tokens(name, list(range(length)), 20) for name in "ab"]

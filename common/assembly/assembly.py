@@ -17,7 +17,7 @@ around this runner or around that of other processes (`parallel/remote.py`).
     external KV        3      TieredCache or a KVConnector, by a LoadingKVCacheManager
     steps in flight    1      an OverlapPlugin or a PipelinePlugin, and a QueuedRunner
     KV memory        2, 3     UncachedKVCacheManager or CachedKVCacheManager over a BlockPool; with
-                              windows GroupedKVMemory or CachedGroupedMemory
+                              windows GroupedKVMemory
     prefix cache       3      PrefixCacheLocal or RadixCache
     chunks           4, 6     Unchunked; ChunkedPrefill or AdaptiveChunks
     scheduler        1 to 4   CachingFCFSScheduler; Scheduler or PrefillFirstScheduler with a policy
@@ -735,12 +735,15 @@ def make_kv_memory(
     block_size = config.block_size
     groups = deal_layers(runner.model_config.layer_windows or (None,), runner.limits.max_model_len)
     if groups.have_windows:
-        from cached_grouped_memory import CachedGroupedMemory
         from grouped_kv_memory import GroupedKVMemory
 
-        kind = GroupedKVMemory if config.prefix_cache is None else CachedGroupedMemory
-        num_in_flight_tokens = config.num_in_flight_tokens(runner.device)
-        return kind(pool, block_size, groups.windows, num_in_flight_tokens)
+        return GroupedKVMemory(
+            pool=pool,
+            block_size=block_size,
+            windows=groups.windows,
+            max_step_tokens=config.num_in_flight_tokens(runner.device),
+            has_cache=config.prefix_cache is not None,
+        )
     if config.prefix_cache is None:
         return UncachedKVCacheManager(pool, block_size)
     tiers = None if config.kv_tiers is None else connector  # they keep what leaves the cache

@@ -197,7 +197,8 @@ class Executor:
     def _late_ranks(self, late: str) -> str:
         """A sentence that names the ranks for which the others waited."""
         silent = [link for link in self.links if link.rank not in self._errors]
-        stopped = [link for link in silent if _is_stopped(link)]
+        status = psutil.STATUS_STOPPED
+        stopped = [link for link in silent if psutil.Process(link.process.pid).status() == status]
         if stopped:
             return f"{_names(stopped)} is stopped: {late or 'others wait for it'}"
         if late and silent:
@@ -237,10 +238,6 @@ class Executor:
 
 def _names(links: Sequence[Link]) -> str:
     return ", ".join(link.name for link in links)
-
-
-def _is_stopped(link: Link) -> bool:
-    return psutil.Process(link.process.pid).status() == psutil.STATUS_STOPPED
 
 
 def _describe_exit(link: Link) -> str:

@@ -165,9 +165,8 @@ class ShardedModel(DecoderModel):
         found = {}
         for name, tensor in whole.items():
             target = targets.get(name)
-            found[name] = replace(tensor, target=target)
-            if target is not None:
-                found[name] = replace(tensor, target=target, part=self._part(name, target))
+            part = tensor.part if target is None else self._part(name, target)
+            found[name] = replace(tensor, target=target, part=part)
         return found
 
     def _targets(self) -> dict[str, torch.Tensor | None]:
