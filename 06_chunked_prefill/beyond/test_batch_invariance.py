@@ -21,7 +21,7 @@ from batch_invariance import (
     silu,
 )
 from common.models.linear import Linear, PackedProduct, reason_not_packed
-from common.models.regions.regions import rms_norm
+from common.models.regions.regions import Regions
 from common.models.rotary import rotate
 
 Rows = Callable[..., torch.Tensor]
@@ -102,14 +102,15 @@ def test_a_row_of_every_other_operation(dtype, num_heads, head_dim):
     weight = normal(*heads, dtype=dtype, seed=5)
     factors = normal(224, 2, 1, head_dim, dtype=dtype, seed=1)
     gate, up = x.chunk(2, dim=-1)  # views, as in the model
+    norm = Regions().rms_norm
     operations: dict[str, Rows] = {
         "silu": lambda x, up, _: silu(x.chunk(2, dim=-1)[0]).mul_(up),
         "gelu": lambda x, up, _: gelu_tanh(x.chunk(2, dim=-1)[0]).mul_(up),
-        "norm": lambda x, up, _: rms_norm(up, weight.flatten(), 1e-6),
+        "norm": lambda x, up, _: norm(up, weight.flatten(), 1e-6),
         "softmax": lambda x, up, _: up.float().softmax(-1),
         "log_softmax": lambda x, up, _: up.float().log_softmax(-1),
         "rotary, of normed heads": lambda x, up, factors: rotate(
-            rms_norm(up.view(-1, *heads), None, 1e-6).mul_(weight), (factors[:, 0], factors[:, 1])
+            norm(up.view(-1, *heads), None, 1e-6).mul_(weight), (factors[:, 0], factors[:, 1])
         ),
     }
     for name, operation in operations.items():

@@ -115,8 +115,8 @@ class AttentionBlock(nn.Module):
         self.rotary = config.rotary_of(index)
         self.scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
         num_heads = config.num_attention_heads
-        self.num_kv_heads = config.num_key_value_heads
-        self.head_counts = (num_heads, self.num_kv_heads, self.num_kv_heads)
+        num_kv_heads = config.num_key_value_heads
+        self.head_counts = (num_heads, num_kv_heads, num_kv_heads)
         self.sizes = [n * self.head_dim for n in self.head_counts]  # of queries, keys and values
         hidden = config.hidden_size
         q_size, k_size, _ = self.sizes
@@ -124,7 +124,7 @@ class AttentionBlock(nn.Module):
         # Of each head: q_norm's weight for each query head, k_norm's for each key head.
         self.qk_norm_weight = None
         if config.has_qk_norm:
-            self.qk_norm_weight = norm(num_heads + self.num_kv_heads, self.head_dim)
+            self.qk_norm_weight = norm(num_heads + num_kv_heads, self.head_dim)
         # Of all heads as one vector.
         self.q_norm_weight = norm(q_size) if config.has_whole_qk_norm else None
         self.k_norm_weight = norm(k_size) if config.has_whole_qk_norm else None
@@ -215,7 +215,10 @@ class MLPBlock(nn.Module):
         regions: Regions,
     ) -> torch.Tensor:  # like hidden
         inner = regions.activate_and_multiply(self.gate_up(x), self.activation)
-        return regions.add(self.down, hidden, inner, self.eps, self.post_norm_weight)
+        hidden, _ = regions.add_and_norm(
+            self.down, hidden, inner, weight=None, eps=self.eps, post_weight=self.post_norm_weight
+        )
+        return hidden
 
     def prepare(self, is_captured: bool) -> None:
         """Prepare for captured steps, in which the host reads no tensor. Here it never does."""

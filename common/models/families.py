@@ -22,10 +22,13 @@ See common/README.md#which-models"""
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+import re
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
+
+from common.models.experts.expert_config import ExpertsConfig, mixtral, qwen3_moe
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +41,7 @@ class Family:
     has_qkv_bias: bool = False  # always; others have biases if `attention_bias` says so
     has_qk_norm: bool = False  # of each head
     has_whole_qk_norm: bool = False  # of all heads as one vector
-    experts: str | None = None  # reads their configuration
+    experts: Callable[[Any], ExpertsConfig | None] | None = None  # reads their configuration
     scales_embeddings: bool = False
     norm_offset: float = 0.0  # added to a checkpoint's norm weights
     has_input_norms: bool = True
@@ -69,12 +72,12 @@ FAMILIES = {
     "Qwen3MoeForCausalLM": Family(
         "qwen3_moe",
         has_qk_norm=True,
-        experts="common.models.experts.expert_config:qwen3_moe",
+        experts=qwen3_moe,
         reads=_EXPERTS | {"num_experts", "moe_intermediate_size", "norm_topk_prob"},
     ),
     "MixtralForCausalLM": Family(
         "mixtral",
-        experts="common.models.experts.expert_config:mixtral",
+        experts=mixtral,
         reads=_EXPERTS | {"router_jitter_noise"},  # in training
     ),
 }
@@ -99,14 +102,12 @@ REFUSAL_REASONS: dict[str, str] = {
 }
 
 # Parts of field names for features that this decoder does not have.
-_UNSUPPORTED = (
-    "expert", "moe", "rout", "topk", "scoring", "n_group", "dense_replace", "quantization",
-    "softcap", "vision", "audio", "text_config", "multiplier",
-    "cross_attention", "alibi", "clip_qkv", "logits_scaling", "logit_scale", "no_rope_layer",
-    "dual_chunk", "nextn", "mrope", "parallel_residual", "attention_chunk_size",
-    "bidirectional", "pruned_heads", "is_encoder_decoder", "relative_attention",
-    "chunk_size_feed_forward", "output_gate",
-)  # fmt: skip
+_UNSUPPORTED = re.compile(
+    "expert|moe|rout|topk|scoring|n_group|dense_replace|quantization|softcap|vision|audio|"
+    "text_config|multiplier|cross_attention|alibi|clip_qkv|logits_scaling|logit_scale|"
+    "no_rope_layer|dual_chunk|nextn|mrope|parallel_residual|attention_chunk_size|bidirectional|"
+    "pruned_heads|is_encoder_decoder|relative_attention|chunk_size_feed_forward|output_gate"
+)
 # Fields whose feature the decoder has, in families that have the field.
 _OF_SOME = {"attention_bias", "mlp_bias", "sliding_window"}
 _NEUTRAL = (None, False, 0, 1, [], {}, "")
@@ -165,15 +166,11 @@ def refuse_unsupported(fields: dict[str, Any], family: Family, known: Collection
         # A cap of 1 caps; other numbers of 0 and 1 change nothing.
         neutral = (None,) if "softcap" in name else _NEUTRAL
         is_asked_for = value is True or value not in neutral
-        if is_asked_for and _is_unsupported(name) and name not in family.reads:
+        if is_asked_for and _UNSUPPORTED.search(name) and name not in family.reads:
             allowed = "absent, null, false, 0 or 1" if neutral is _NEUTRAL else "absent or null"
             raise refused(name, value, f"be {allowed}, because this decoder has no such feature")
     ignored = fields.keys() - known - _OF_SOME
     if family.has_qk_norm:
         ignored -= {"use_qk_norm"}  # its layers norm anyway
-    if unknown := [n for n in sorted(ignored) if n[0] != "_" and not _is_unsupported(n)]:
+    if unknown := [n for n in sorted(ignored) if n[0] != "_" and not _UNSUPPORTED.search(n)]:
         logger.warning("ignoring unknown fields of config.json: %s", ", ".join(unknown))
-
-
-def _is_unsupported(name: str) -> bool:
-    return any(part in name for part in _UNSUPPORTED)

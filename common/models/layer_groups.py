@@ -41,11 +41,6 @@ class LayerGroups:
     def have_windows(self) -> bool:
         return any(window is not None for window in self.windows)
 
-    @property
-    def num_unused(self) -> int:
-        """The number of layer places that no layer uses."""
-        return len(self.windows) * self.num_tensors - len(self.places)
-
 
 def deal_layers(windows: Sequence[Window], max_model_len: int) -> LayerGroups:
     """Deal the layers to groups. `windows` has each layer's window. A window that hides no position

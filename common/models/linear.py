@@ -22,7 +22,6 @@ See common/README.md"""
 
 from __future__ import annotations
 
-import logging
 import platform
 from collections.abc import Callable, Iterator
 from typing import Protocol
@@ -30,8 +29,6 @@ from typing import Protocol
 import torch
 from torch import nn
 from torch.nn import functional as F
-
-logger = logging.getLogger(__name__)
 
 
 class Product(Protocol):

@@ -207,11 +207,10 @@ class DecoderModel(nn.Module):
         rows: torch.Tensor | None,  # [num_rows], those that are needed afterwards; None: all
     ) -> torch.Tensor:  # [num_tokens or num_rows, hidden_size]
         regions = self.regions
-        last = self.num_layers - 1
         tables = self.rotary_table, self.window_rotary_table
         rotaries = tuple(regions.rotary(t, batch.positions) for t in tables if t is not None)
         for i, layer in enumerate(self.layers):
-            needed = rows if i == last else None
+            needed = rows if i == self.num_layers - 1 else None
             hidden = layer(hidden, rotaries, batch.plans, kv_cache, regions, needed)
         return hidden
 

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import dataclass, fields
-from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from common.models.experts.expert_config import ExpertsConfig
 from common.models.families import (
     FAMILIES,
     OLD_NAMES,
@@ -29,9 +29,6 @@ from common.models.families import (
 from common.models.layer_groups import Window
 from common.models.rotary import RopeParameters
 from request import check_integers
-
-if TYPE_CHECKING:
-    from common.models.experts.expert_config import ExpertsConfig
 
 # The key in `ComposedBatch.staged` of the object that scores the hidden states of all tokens.
 SCORED = "prompt_logprobs"
@@ -164,7 +161,7 @@ class ModelConfig:
             dtype=None if hf.dtype is None else str(hf.dtype).removeprefix("torch."),
             eos_token_ids=token_ids("config.json: eos_token_id", hf.eos_token_id),
             layer_windows=_layer_windows(hf),
-            experts=None if family.experts is None else resolve_name(family.experts)(hf),
+            experts=None if family.experts is None else family.experts(hf),
             window_rope=_rope(hf, _WITH_WINDOW) if have_own_rope else None,
             query_pre_attn_scalar=getattr(hf, "query_pre_attn_scalar", None),
             embedding_scale=hf.hidden_size**0.5 if family.scales_embeddings else 1.0,

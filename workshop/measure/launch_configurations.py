@@ -79,8 +79,8 @@ def attention_shape(
 
 
 def layer_launches(model: ModelConfig, shape: AttentionShape) -> list[Launch]:
-    """Return the launches of `layer_kernels.py`."""
-    from common.models.regions.layer_kernels import (
+    """Return the launches of `kernel_regions.py`."""
+    from common.models.regions.kernel_regions import (
         add_rms_norm_launch,
         rotate_and_write_launch,
         silu_and_multiply_launch,

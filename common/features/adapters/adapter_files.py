@@ -34,28 +34,28 @@ from common.models.loader import read_json
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 # Extensions of LoRA beyond its two matrices. An adapter that sets one of these fields is rejected.
-_REFUSED = {
-    "use_dora": "DoRA also scales each output",
-    "lora_bias": "B has a bias",
-    "modules_to_save": "whole modules are replaced",
-    "trainable_token_indices": "rows of the embedding are replaced",
-    "alora_invocation_tokens": "an activated adapter begins in the middle of a prompt",
-    "layer_replication": "the model has other layers",
-    "target_parameters": "parameters outside of matrices are changed",
-    "use_qalora": "its inputs are grouped",
-    "use_bdlora": "its matrices are of diagonal blocks",
-    "fan_in_fan_out": "its matrices are transposed",
-    "megatron_config": "its matrices are Megatron's",
-    "arrow_config": "it chooses among other adapters",
-    "kasa_config": "it changes the base model's weights",
-    "velora_config": "its inputs are compressed",
-    "monteclora_config": "its matrices are drawn",
-    "rank_pattern": "its ranks differ between matrices",
-    "alpha_pattern": "its scales differ between matrices",
-    "exclude_modules": "only some matrices are changed; target_modules can name them",
-    "layers_to_transform": "only some layers are changed",
-    "layers_pattern": "only some layers are changed",
-}
+_REFUSED = (
+    "use_dora",  # DoRA also scales each output
+    "lora_bias",  # B has a bias
+    "modules_to_save",  # whole modules are replaced
+    "trainable_token_indices",  # rows of the embedding are replaced
+    "alora_invocation_tokens",  # an activated adapter begins in the middle of a prompt
+    "layer_replication",  # the model has other layers
+    "target_parameters",  # parameters outside of matrices are changed
+    "use_qalora",  # its inputs are grouped
+    "use_bdlora",  # its matrices are of diagonal blocks
+    "fan_in_fan_out",  # its matrices are transposed
+    "megatron_config",  # its matrices are Megatron's
+    "arrow_config",  # it chooses among other adapters
+    "kasa_config",  # it changes the base model's weights
+    "velora_config",  # its inputs are compressed
+    "monteclora_config",  # its matrices are drawn
+    "rank_pattern",  # its ranks differ between matrices
+    "alpha_pattern",  # its scales differ between matrices
+    "exclude_modules",  # only some matrices are changed; target_modules can name them
+    "layers_to_transform",  # only some layers are changed
+    "layers_pattern",  # only some layers are changed
+)
 # An expression of ten characters, such as `(a|aa)+c`, can keep a matcher busy for years.
 TIMEOUT_S = 1.0
 
@@ -130,9 +130,9 @@ def _read_config(path: Path) -> dict[str, Any]:
     config = read_json(path)
     if config.get("peft_type") != "LORA":
         raise ValueError(f"peft_type must be 'LORA', got {config.get('peft_type')!r}")
-    for name, reason in _REFUSED.items():
+    for name in _REFUSED:
         if config.get(name):
-            raise ValueError(f"{name} is not supported ({reason}), got {config[name]!r}")
+            raise ValueError(f"{name} is not supported, got {config[name]!r}")
     if (init_weights := config.get("init_lora_weights", True)) not in _KEEPS_THE_BASE:
         raise ValueError(
             f"init_lora_weights must keep the base model's weights, got {init_weights!r}; "

@@ -37,7 +37,6 @@ class GrammarCompiler:
     one thread at a time may call `submit`."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self.vocabulary = vocabulary
         self._kept: OrderedDict[str, Future[str]] = OrderedDict()
         self._jobs = Jobs()
         for _ in range(NUM_THREADS):

@@ -17,16 +17,13 @@ from __future__ import annotations
 from ctypes import c_double, c_int, c_int64, c_void_p
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
+from common.models.model import DecoderModel
 from common.models.regions.regions import FusedRegions, Regions
 from cpp_library import SCALARS, load_library, try_to_compile
-
-if TYPE_CHECKING:
-    from common.models.model import DecoderModel
-    from paged_attention import AttentionPlan
+from paged_attention import AttentionPlan
 
 
 class CompiledRegions(FusedRegions):
@@ -45,7 +42,8 @@ class CompiledRegions(FusedRegions):
         tokens = c_void_p, *[c_int64] * 3, c_int
         self._rotate.argtypes = (c_void_p, c_void_p, c_double, *places, *tokens)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+        assert weight is not None
         x = x.contiguous()
         output = torch.empty_like(x)
         num_threads = torch.get_num_threads()

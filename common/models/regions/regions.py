@@ -10,32 +10,13 @@ See common/README.md#which-models"""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional as F
 
+from common.models.linear import Linear
 from common.models.rotary import rotary_factors, rotate
-
-if TYPE_CHECKING:
-    from common.models.linear import Linear
-    from paged_attention import AttentionPlan
-
-
-def rms_norm(
-    x: torch.Tensor,  # [..., size]
-    weight: torch.Tensor | None,  # [size]
-    eps: float,
-) -> torch.Tensor:  # like x
-    """RMS norm over the last dimension, in float32 or below. A float32 weight is multiplied before
-    the result is rounded to the dtype of `x`, a weight of another dtype after."""
-    if weight is not None and weight.dtype != x.dtype:
-        return rms_norm(x.to(weight.dtype), weight, eps).to(x.dtype)
-    if x.dtype != torch.float64:
-        return F.rms_norm(x, x.shape[-1:], weight, eps)
-    single = x.float()
-    single = single * torch.rsqrt(single.pow(2).mean(-1, keepdim=True) + eps)
-    return single.to(x.dtype) if weight is None else single.to(x.dtype) * weight
+from paged_attention import AttentionPlan
 
 
 class Regions:
@@ -43,11 +24,19 @@ class Regions:
 
     def rms_norm(
         self,
-        x: torch.Tensor,  # [num_tokens, hidden_size]
-        weight: torch.Tensor,  # [hidden_size]
+        x: torch.Tensor,  # [..., size]
+        weight: torch.Tensor | None,  # [size]
         eps: float,
     ) -> torch.Tensor:  # like x
-        return rms_norm(x, weight, eps)
+        """RMS norm over the last dimension, in float32 or below. A float32 weight is multiplied
+        before the result is rounded to the dtype of `x`, a weight of another dtype after."""
+        if weight is not None and weight.dtype != x.dtype:
+            return self.rms_norm(x.to(weight.dtype), weight, eps).to(x.dtype)
+        if x.dtype != torch.float64:
+            return F.rms_norm(x, x.shape[-1:], weight, eps)
+        single = x.float()
+        single = single * torch.rsqrt(single.pow(2).mean(-1, keepdim=True) + eps)
+        return single.to(x.dtype) if weight is None else single.to(x.dtype) * weight
 
     def rotary(
         self, table: torch.Tensor, positions: torch.Tensor
@@ -69,7 +58,7 @@ class Regions:
         num_kv_heads = key_cache.shape[2]
         qk, value = qkv.split((qkv.shape[1] - num_kv_heads, num_kv_heads), dim=1)
         if norm_weight is not None:
-            qk = rms_norm(qk.to(norm_weight.dtype), None, eps).mul_(norm_weight).to(qk.dtype)
+            qk = self.rms_norm(qk.to(norm_weight.dtype), None, eps).mul_(norm_weight).to(qk.dtype)
         qk = rotate(qk, rotary)
         query, key = qk.split((qk.shape[1] - num_kv_heads, num_kv_heads), dim=1)
         plan.write_kv(key, value, key_cache, value_cache)
@@ -84,22 +73,13 @@ class Regions:
         eps: float,
         post_weight: torch.Tensor | None = None,  # [hidden_size]
     ) -> tuple[torch.Tensor, torch.Tensor]:  # like hidden
-        """Return the result of `add`, without and with the norm."""
-        hidden = self.add(matrix, hidden, x, eps, post_weight)
-        return hidden, hidden if weight is None else self.rms_norm(hidden, weight, eps)
-
-    def add(
-        self,
-        matrix: Linear,
-        hidden: torch.Tensor,  # [num_tokens, hidden_size], may be overwritten
-        x: torch.Tensor,
-        eps: float,
-        post_weight: torch.Tensor | None,  # [hidden_size]; None: what is added is not normed
-    ) -> torch.Tensor:  # like hidden
-        """Return `hidden + matrix(x)`; with `post_weight`, `matrix(x)` is normed first."""
+        """Return `hidden + matrix(x)`, without and with the norm; with `post_weight`, `matrix(x)`
+        is normed first."""
         if post_weight is None:
-            return matrix.add_to(hidden, x)
-        return hidden.add_(self.rms_norm(matrix(x), post_weight, eps))
+            hidden = matrix.add_to(hidden, x)
+        else:
+            hidden.add_(self.rms_norm(matrix(x), post_weight, eps))
+        return hidden, hidden if weight is None else self.rms_norm(hidden, weight, eps)
 
     def activate_and_multiply(
         self, gate_up: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]

@@ -19,8 +19,7 @@ from common.models.linear import Linear
 from common.models.loader import load_model
 from common.models.regions import compiled_regions
 from common.models.regions.compiled_regions import CompiledRegions, compile_regions
-from common.models.regions.kernel_regions import KernelRegions
-from common.models.regions.layer_kernels import CHANNELS_AT_ONCE
+from common.models.regions.kernel_regions import CHANNELS_AT_ONCE, KernelRegions
 from common.models.regions.regions import Regions
 from common.models.rotary import RopeParameters, rotary_table
 from compiled_attention import HeadMajorKVCache
