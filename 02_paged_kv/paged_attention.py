@@ -109,28 +109,26 @@ class AttentionMetadata:
         return self.query_start_loc.cpu().numpy(), self.seq_lens.cpu().numpy()
 
 
-def write_kv(
-    key: Tensor,  # [num_tokens, num_kv_heads, head_dim]
-    value: Tensor,  # [num_tokens, num_kv_heads, head_dim]
-    key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], written
-    value_cache: Tensor,  # the same
-    slot_mapping: Tensor,  # [num_tokens] int64, -1: written to the null block
-) -> None:
-    """Write each token's key and value to its slot."""
-    slots = slot_mapping.clamp(min=0)
-    block_size = key_cache.shape[1]
-    places = slots // block_size, slots % block_size
-    key_cache.index_put_(places, key)
-    value_cache.index_put_(places, value)
-
-
 class AttentionPlan(Protocol):
     """How layers write and read their KV in one step."""
 
     slot_mapping: Tensor  # [num_tokens] int64, -1: padding
+    places: tuple[Tensor, Tensor] | None = None  # their blocks and offsets, once a layer has asked
 
-    def write_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
-        write_kv(key, value, key_cache, value_cache, self.slot_mapping)
+    def write_kv(
+        self,
+        key: Tensor,  # [num_tokens, num_kv_heads, head_dim]
+        value: Tensor,  # [num_tokens, num_kv_heads, head_dim]
+        key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], written
+        value_cache: Tensor,  # the same
+    ) -> None:
+        """Write each token's key and value to its slot, those of padding to the null block."""
+        if self.places is None:
+            slots = self.slot_mapping.clamp(min=0)
+            block_size = key_cache.shape[1]
+            self.places = slots // block_size, slots % block_size
+        key_cache.index_put_(self.places, key)
+        value_cache.index_put_(self.places, value)
 
     def attend(
         self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float

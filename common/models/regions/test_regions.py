@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import math
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -23,7 +22,7 @@ from common.models.regions.kernel_regions import CHANNELS_AT_ONCE, KernelRegions
 from common.models.regions.regions import Regions
 from common.models.rotary import RopeParameters, rotary_table
 from compiled_attention import HeadMajorKVCache
-from paged_attention import PagedKVCache, write_kv
+from paged_attention import AttentionPlan, PagedKVCache
 
 # Of a result of size 1, or relative to its size where it is larger.
 TOLERANCE = {torch.float64: 5e-7, torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
@@ -31,11 +30,11 @@ EPS = 1e-6
 CPU = torch.device("cpu")
 
 
-class Writer(SimpleNamespace):
+class Writer(AttentionPlan):
     """The part of a plan that these tests need."""
 
-    def write_kv(self, *tensors: torch.Tensor) -> None:
-        write_kv(*tensors, self.slot_mapping)
+    def __init__(self, slot_mapping: torch.Tensor) -> None:
+        self.slot_mapping = slot_mapping
 
 
 class Kind(NamedTuple):
