@@ -9,7 +9,7 @@ See 04_scheduler/beyond/ADAPTERS.md"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -117,20 +117,6 @@ class AdapterNames(EnginePlugin):
     def name_of(self, digest: str) -> str | None:
         """Return the adapter's (first) name, or None if only unfinished requests still use it."""
         return next((name for name, its in self._digests.items() if its == digest), None)
-
-    def in_use(self, running: Container[str]) -> tuple[list[str], list[str]]:
-        """Return the (first) names of the adapters that running requests use, and waiting
-        ones."""
-        in_running = []
-        in_waiting = []
-        for digest, users in list(self._users.items()):  # steps may run in another thread
-            name = self.name_of(digest) or digest
-            are_running = [user in running for user in tuple(users)]
-            if any(are_running):
-                in_running.append(name)
-            if not all(are_running):
-                in_waiting.append(name)
-        return in_running, in_waiting
 
     def on_add(self, request: Request) -> None:
         if (digest := request.features.get("adapter")) is not None:
