@@ -24,7 +24,8 @@ const HIDDEN_MS = 30_000; // nobody looks at a tab that is hidden for so long
 // -- asking the server
 
 // For this tab only. Without an API key, the address that the server prints has one.
-let key = new URLSearchParams(location.hash.slice(1)).get("key") ?? sessionStorage.getItem("key") ?? "";
+const printed = new URLSearchParams(location.hash.slice(1)).get("key");
+let key = printed ?? sessionStorage.getItem("key") ?? "";
 Watch.setKey = (given) => {
   key = given;
   sessionStorage.setItem("key", key);
@@ -115,7 +116,7 @@ Watch.live = async () => {
   Watch.files.tell(() => t("live.connecting"));
   for (;;) {
     let wait = AGAIN_MS;
-    const given = key;
+    const tried = key;
     try {
       await read();
     } catch (error) {
@@ -123,9 +124,9 @@ Watch.live = async () => {
         wait = isFull || document.hidden ? null : 0;
         if (isFull) Watch.files.tell(() => t("live.full", {n: Watch.numSteps()}));
       } else if (error.status === 401) {
-        wait = key === given ? null : 0; // else another one has been given in the meantime
-        Watch.files.tell(() => t(given ? "live.wrong_key" : "live.key"));
-        Watch.playground.askForKey(given !== "");
+        wait = key === tried ? null : 0; // else another one has been given in the meantime
+        Watch.files.tell(() => t(tried ? "live.wrong_key" : "live.key"));
+        Watch.playground.askForKey(tried !== "");
       } else {
         const isOff = error.status === 403;
         const why = error instanceof TypeError ? () => t("live.gone") : () => error.message;
