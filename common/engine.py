@@ -543,8 +543,6 @@ class LLMEngine(EngineCalls):
             stats.acceptance_by_position = spec_stats.acceptance_by_position
             stats.mean_accepted_length = spec_stats.mean_accepted_length
             stats.tokens_per_pass = spec_stats.tokens_per_pass
-        if (adapters := self.parts.adapters) is not None:
-            stats.running_adapters, stats.waiting_adapters = adapters.in_use(self.scheduler.running)
         return stats
 
     @property

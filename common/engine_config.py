@@ -431,6 +431,4 @@ class EngineStats:
     acceptance_by_position: list[float] = field(default_factory=list)
     mean_accepted_length: float = 1.0  # tokens per pass that had drafts
     tokens_per_pass: float = 0.0
-    running_adapters: list[str] = field(default_factory=list)  # names, of running sequences
-    waiting_adapters: list[str] = field(default_factory=list)
     kv_waste: float = 0.0  # share of the held slots that are not yet written, mean over steps

@@ -16,7 +16,6 @@ from kv_memory import UncachedKVCacheManager
 from loading_kv_cache_manager import LoadingKVCacheManager
 from prefix_cache import CachedContent, PrefixCache
 from request import Request
-from scheduler_interface import SchedulerOutput
 
 
 def read_frame(
@@ -27,8 +26,7 @@ def read_frame(
     cached: CachedRows,
 ) -> Frame:
     """Return what the engine's parts know, without texts, plans and times. `requests` are the
-    unfinished ones and those that have just ended; `waiting` is the order of service, which a
-    cache-aware policy cannot be asked for."""
+    unfinished ones and those that have just ended; `waiting` are those in the queue."""
     by_id = {request.request_id: request for request in requests}
     pool = memory.pool
     cached.read(memory.cache)
@@ -65,20 +63,6 @@ def loads_of(memory: UncachedKVCacheManager) -> dict[str, Any]:
     }
 
 
-def plan_row(plan: SchedulerOutput, scheduler: BaseScheduler) -> dict[str, Any]:
-    """Return a plan, without requests that have ended since."""
-    rows = [
-        (request.request_id, start, num)
-        for request, start, num in zip(
-            plan.scheduled_requests, plan.start_positions, plan.num_scheduled_tokens.values()
-        )
-        if scheduler.requests.get(request.request_id) is request
-    ]
-    names, starts, nums = (list(column) for column in zip(*rows)) if rows else ([], [], [])
-    drafts = {n: list(d) for n, d in plan.scheduled_draft_token_ids.items() if n in names}
-    return filled(requests=names, starts=starts, num_tokens=nums, drafts=drafts)
-
-
 class CachedRows:
     """The rows of all cached blocks. A row is made once for each content, and is then the same
     object in each frame; so are both results while the cache does not change."""
@@ -103,12 +87,22 @@ class CachedRows:
         for content in contents:
             block = str(content.block.block_id)
             known = before.get(block)
-            if known is None or (known[0] is not content and known[0] != content):
-                known = content, _cached_row(content)
+            if known is None or not (known[0] is content or known[0] == content):
+                row = _cached_row(content)
+                if known is not None and _differs_by_node(known[0], content):
+                    row = known[1] | {"begins_node": row.get("begins_node", False)}
+                known = content, row
             self._known[block] = known
             if isinstance(content, CachedContent) and content.block.ref_cnt == 1:
                 self.evictable.append(content.block.block_id)
         self.rows = {block: row for block, (_, row) in self._known.items()}
+
+
+def _differs_by_node(one: object, other: object) -> bool:
+    """Whether only `begins_node` can differ: a node of the tree was split."""
+    if not isinstance(one, CachedContent) or not isinstance(other, CachedContent):
+        return False
+    return one[:4] == other[:4]
 
 
 def _cached_row(content: CachedContent | GroupedBlock) -> dict[str, Any]:

@@ -18,11 +18,11 @@ import json
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from common.events.engine_frame import CachedRows, filled, label_of, plan_row, read_frame
+from common.events.engine_frame import CachedRows, filled, label_of, read_frame
 from common.events.frames import Frame, diff, empty_frame
 from common.events.run_line import describe_run, open_file
 from common.events.text_deltas import TextDeltas
@@ -48,8 +48,6 @@ class _KnownRequest:
     request: Request
     texts: TextDeltas | None  # None: without a tokenizer
     row: dict[str, Any]  # what never changes
-    num_tokens: int = 0  # outputs in the last frame
-    pieces: list[str] = field(default_factory=list)  # their texts; a new list for each change
 
 
 class FrameRecorder:
@@ -71,17 +69,14 @@ class FrameRecorder:
         self._start = time.monotonic()
         self._lines: list[dict[str, Any]] = []
         self._scheduler = parts.scheduler
-        self._memory = memory = parts.kv_memory
+        self._memory = parts.kv_memory
         self._connector = parts.connector
         self._members = members
         self._tokenizer = tokenizer
         self._adapters = parts.adapters
-        overlaps = parts.in_flight_plans is not None
-        windows = getattr(memory, "windows", ())
         self._num_blocks = parts.runner.kv_cache.num_blocks
-        run = describe_run(config, parts.runner, self._num_blocks, overlaps, windows)
-        self.run_line = f"{_encode(run)}\n"
-        self.reasons = WaitReasons(memory, self)
+        self.run_line = f"{_encode(describe_run(config, parts))}\n"
+        self.reasons = WaitReasons(parts.kv_memory, self)
         self._frame = empty_frame(self._num_blocks)  # as of the last line
         self._cached = CachedRows()
         self._known: dict[str, _KnownRequest] = {}
@@ -89,17 +84,13 @@ class FrameRecorder:
         self._has_arrivals = False
         self._num_requests = 0
         core = parts.multi_step_core
-        plans = [] if core is None else [step.plan for step in core.in_flight]
-        self._plans = {
-            str(step): plan_row(plan, self._scheduler) for step, plan in enumerate(plans)
-        }
-        self._num_planned = len(plans)
+        self._num_planned = 0 if core is None else len(core.in_flight)
+        self._plans: dict[str, dict[str, Any]] = {str(i): {} for i in range(self._num_planned)}
         self._num_ended = 0
         self._in_step = False
         self._received: dict[str, Any] | None = None  # the result of a step that has not ended
         self._result: dict[str, Any] | None = None
         self.reasons.put_in(self._scheduler)
-        self.is_in = True
         self._put(self.run_line)
         self._write("start")
         self.flush()
@@ -107,7 +98,6 @@ class FrameRecorder:
     def take_out(self) -> None:
         """Stop recording: restore the engine's parts and close the file."""
         self.reasons.take_out(self._scheduler)
-        self.is_in = False
         self._close_step()
         self._catch_up()
         self.flush()
@@ -130,14 +120,30 @@ class FrameRecorder:
     def _write(self, at: str) -> None:
         """Note a frame. One without changes is left out."""
         now = self.frame()
-        before = dict(self._frame)
-        if at != "start":
-            _say_who_published(before, now)
-        if changes := diff(before, now):
-            if "result" in changes:
-                changes["result"] = [now["result"]]
+        if now["cached"] is not self._frame["cached"]:
+            self._say_who_published(now, at)
+        changes = diff(self._frame, now)
+        for block, change in changes.get("cached", {}).items():
+            changes["cached"][block] = change and [now["cached"][block]]
+        if "result" in changes:
+            changes["result"] = [now["result"]]
+        if changes:
             self._lines.append(self._line(at, changes))
         self._frame = now
+
+    def _say_who_published(self, now: Frame, at: str) -> None:
+        """Add `by` to the rows of blocks that are cached now: the request that had the block, which
+        was not shared then; "" if watching began later."""
+        holders: dict[int, str] = {}
+        for frame in (now, self._frame) if at != "start" else ():
+            for name, load in frame["loads"].items():
+                holders |= dict.fromkeys(load["blocks"], name)
+            for name, groups in frame["tables"].items():
+                for block_ids in groups.values():
+                    holders |= dict.fromkeys(block_ids, name)
+        for block, row in now["cached"].items():
+            if "by" not in row:
+                row["by"] = holders.get(int(block), "")
 
     def _line(self, at: str, changes: dict[str, Any]) -> dict[str, Any]:
         return {"at": at, "time": self._since_start(time.monotonic()), "changes": changes}
@@ -168,16 +174,12 @@ class FrameRecorder:
                 "num_cached": request.num_cached_tokens,
                 "num_preemptions": request.num_preemptions,
             }
-            new = request.output_token_ids[found.num_tokens :]
-            if new and found.texts is not None:
-                found.pieces = found.pieces + found.texts.add(new)
-            found.num_tokens += len(new)
+            texts[name] = [] if found.texts is None else found.texts.pieces()
             if name in ended:
                 row["finish"] = self._finish(found, ended[name][1])
             else:
                 self._known[name] = found
             rows[name] = row
-            texts[name] = found.pieces
         counts = {} if self._connector is None else self._connector.num_loaded_blocks()
         frame["loaded"] = {tier: num for tier, num in counts.items() if num}
         return frame | {"in_flight": dict(self._plans), "result": self._result}
@@ -339,35 +341,6 @@ class FrameRecorder:
         self._lines.append(self._line("failed", changes))
         self._frame = failed
         self.flush()
-
-
-_CONTENT = ("tokens", "parent", "tenant", "hash", "group", "place")
-
-
-def _say_who_published(before: Frame, now: Frame) -> None:
-    """Add `by` to the rows of blocks that are cached now: the request that had the block, which was
-    not shared then. In `before`, leave out the blocks that had other content."""
-    known = before["cached"]
-    new = {}
-    if now["cached"] is not known:
-        new = {block: row for block, row in now["cached"].items() if known.get(block) is not row}
-    if not new:
-        return
-    holders: dict[int, str] = {}
-    for frame in (now, before):
-        for name, load in frame["loads"].items():
-            holders |= dict.fromkeys(load["blocks"], name)
-        for name, groups in frame["tables"].items():
-            for block_ids in groups.values():
-                holders |= dict.fromkeys(block_ids, name)
-    before["cached"] = dict(known)
-    for block, row in new.items():
-        old = known.get(block)
-        if old is not None and all(old.get(name) == row.get(name) for name in _CONTENT):
-            row |= {"by": old["by"]} if "by" in old else {}
-        else:
-            row["by"] = holders.get(int(block), "")
-            before["cached"].pop(block, None)
 
 
 def _ms_since(start: float) -> float:

@@ -9,34 +9,33 @@ import dataclasses
 import os
 import platform
 import time
-from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
+
+import torch
 
 from common.events.frames import VERSION
 from policies import SchedulePolicy
 
 if TYPE_CHECKING:
-    from common.assembly.assembly import RunnerParts
+    from common.assembly.assembly import EngineParts
     from common.engine_config import EngineConfig
 
-_OWN_SETTINGS = ("speculative", "kv_tiers")  # configuration fields that are dataclasses
-_PACKAGES = ("torch", "transformers", "tokenizers", "vllm-from-scratch")
+_PACKAGES = ("torch", "transformers", "tokenizers")
 
 
 def check_place(events: str | Path | TextIO) -> None:
     if not isinstance(events, str | Path):
         return
-    path = Path(events)
-    if path.is_dir():
-        raise ValueError(f"events must be a file, not a folder, got {str(path)!r}")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"events must be in an existing folder, got {str(path)!r}")
+    if Path(events).is_dir():
+        raise ValueError(f"events must be a file, not a folder, got {str(events)!r}")
+    if not Path(events).parent.is_dir():
+        raise FileNotFoundError(f"events must be in an existing folder, got {str(events)!r}")
 
 
 def open_file(path: Path) -> TextIO:
-    check_place(path)
     # A lone surrogate is written as JSON's escape of it.
     return path.open("w", encoding="utf-8", errors="backslashreplace", newline="\n")
 
@@ -44,18 +43,14 @@ def open_file(path: Path) -> TextIO:
 # -- the run line
 
 
-def describe_run(
-    config: EngineConfig,
-    runner: RunnerParts,
-    num_blocks: int,
-    overlaps: bool,
-    windows: Sequence[int | None],
-) -> dict[str, Any]:
+def describe_run(config: EngineConfig, parts: EngineParts) -> dict[str, Any]:
     """Return the run line. `config` holds the settings by name; `num_blocks` includes the null
     block; `overlaps`: two steps can be in flight. With `windows` a request has one block table per
     window (0: no limit), and the cache holds no references: a block that no request holds is free,
     and findable until it is allocated. Left out without any window."""
+    runner = parts.runner
     model = runner.model_config
+    windows = getattr(parts.kv_memory, "windows", ())
     line = dict(
         kind="run",
         version=VERSION,
@@ -64,14 +59,14 @@ def describe_run(
         policy=_name(config.policy),
         prefix_cache=None if config.prefix_cache is None else _name(config.prefix_cache),
         block_size=config.block_size,
-        num_blocks=num_blocks,
+        num_blocks=runner.kv_cache.num_blocks,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        overlaps=overlaps,
+        overlaps=parts.in_flight_plans is not None,
         config={
-            f.name: _plain(f.name, getattr(config, f.name))
-            for f in dataclasses.fields(config)
-            if f.name != "events"
+            field.name: _plain(getattr(config, field.name))
+            for field in dataclasses.fields(config)
+            if field.name != "events"
         },
         model={
             "architecture": model.architecture,
@@ -81,7 +76,7 @@ def describe_run(
             "device": str(runner.device),
             "dtype": str(runner.dtype).removeprefix("torch."),
         },
-        versions={"python": platform.python_version(), **_versions()},
+        versions={"python": platform.python_version(), **{p: version(p) for p in _PACKAGES}},
     )
     return line | ({"windows": [window or 0 for window in windows]} if windows else {})
 
@@ -94,29 +89,16 @@ def _name(part: Any) -> str:
     return part if isinstance(part, str) else getattr(part, "__name__", type(part).__name__)
 
 
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:  # a checkout that is not installed
-            continue
-    return found
-
-
-def _plain(name: str, value: Any) -> Any:
+def _plain(value: Any) -> Any:
     """Convert a setting to JSON's types. A path becomes its name only, because films are shared."""
     if value is None or isinstance(value, bool | int | float):
         return value
-    if isinstance(value, str):  # an adapter's folder, say; a relative one too
-        return Path(value).name if os.path.isabs(value) or os.path.exists(value) else value
+    if dataclasses.is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {key: _plain(key, item) for key, item in value.items()}
-    if isinstance(value, Path):
-        return value.name
-    if str(value).startswith("torch."):  # a dtype
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, str | Path):  # an adapter's folder, say; a relative one too
+        return Path(value).name if os.path.exists(value) or os.path.isabs(value) else str(value)
+    if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
-    if name in _OWN_SETTINGS and dataclasses.is_dataclass(value):
-        values = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        return {key: _plain(key, item) for key, item in values.items()}
-    return value.name if isinstance(value, SchedulePolicy) else type(value).__name__
+    return _name(value)

@@ -142,7 +142,7 @@ def test_the_run_line_describes_the_run_without_a_folder(random_loaded, tmp_path
     assert run.config["kv_tiers"]["disk_path"] == "blocks"
     assert run.model["architecture"] == "Qwen3ForCausalLM" and "torch" in run.versions
     assert str(tmp_path) not in path.read_text()
-    assert _plain("adapters", {"tests": f"{tmp_path}/one"}) == {"tests": "one"}
+    assert _plain({"tests": f"{tmp_path}/one"}) == {"tests": "one"}
 
 
 def test_each_step_is_in_the_file_when_it_returns(

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from common.events.frame_recorder import FrameRecorder
 from common.events.frames import apply, diff, empty_frame
-from common.events.hidden_frames import HIDDEN, hide_texts
 from common.tests.film_runs import Workshop, check_film
 from workshop.watch.replay.film import Film
 from workshop.watch.replay.frame_facts import happened, reasons_to_wait
@@ -58,7 +57,7 @@ def test_the_frames_are_the_engine_after_every_step(workshop: Workshop, seed: in
     check_film(workshop.run(seed, first_step=seed % 3 * 6))
 
 
-# -- a viewer that begins late, and one that may not read everything
+# -- a viewer that begins late
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -69,7 +68,7 @@ def test_a_late_viewer_sees_the_same_from_then_on(workshop: Workshop, seed: int)
 
     def beginning_now_and_then(recorder: FrameRecorder) -> None:
         flush(recorder)
-        is_due = recorder.is_in and not recorder.is_behind and len(begun) < 5
+        is_due = not recorder.is_behind and len(begun) < 5
         if is_due and recorder._num_planned == 3 * len(begun) + 2:
             begun.append(("", -1))  # `beginning` flushes, too
             begun[-1] = recorder.beginning(), recorder._file.tell()
@@ -85,47 +84,3 @@ def test_a_late_viewer_sees_the_same_from_then_on(workshop: Workshop, seed: int)
         late = Film((text + rest).splitlines(keepends=True)).last_state()
         for name in whole.keys() - {"requests", "cached", "loaded"}:
             assert late[name] == whole[name], name
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_texts_are_hidden_from_viewers_that_may_not_read_them(
-    workshop: Workshop, seed: int
-) -> None:
-    film = Film.read(workshop.run(seed, first_step=5 * (seed % 2)).path)
-    hidden = empty_frame(film.run.num_blocks)
-    shown = empty_frame(film.run.num_blocks)
-    num_hidden = 0
-    known = set[str]()
-    may_read = lambda name: name[0] in "abcd"  # noqa: E731
-    for line in film.lines:
-        shown = apply(shown, line["changes"])
-        hidden = apply(hidden, hide_texts(line, may_read)["changes"])
-        for name, ids in shown["outputs"].items():
-            row, deltas = hidden["requests"][name], hidden["pieces"][name]
-            if may_read(name):
-                assert hidden["outputs"][name] == ids and row == shown["requests"][name]
-                continue
-            num_hidden += len(ids)
-            assert hidden["outputs"][name] == [HIDDEN] * len(ids)
-            assert set(row["prompt"]) == {HIDDEN} and not any((*deltas, *row["prompt_pieces"]))
-            assert not any(row[label] for label in ("tenant", "order_key", "adapter", "grammar"))
-        if line["at"] == "start":  # a block in a table of theirs has tokens of theirs
-            readable = [groups for name, groups in shown["tables"].items() if may_read(name)]
-            known = {str(block) for groups in readable for ids in groups.values() for block in ids}
-        for block, row in hidden["cached"].items():
-            is_theirs = block in known if "by" not in row else may_read(row["by"] or "x")
-            assert is_theirs or set(row["tokens"]) == {HIDDEN}
-        for plan in hidden["in_flight"].values():
-            for name, ids in plan.get("drafts", {}).items():
-                assert may_read(name) or set(ids) <= {HIDDEN}
-        unsaid = {"requests", "outputs", "pieces", "cached", "in_flight", "result"}
-        for name in shown.keys() - unsaid:
-            assert hidden[name] == shown[name]
-    assert num_hidden
-
-
-def test_discarded_tokens_and_messages_of_errors_are_hidden() -> None:
-    result = {"discarded": {"a": [5], "b": [6]}, "error": "ValueError: b wrote hello"}
-    line = {"at": "failed", "changes": {"result": [result]}}
-    (hidden,) = hide_texts(line, lambda name: name == "a")["changes"]["result"]
-    assert hidden == {"discarded": {"a": [5], "b": [HIDDEN]}, "error": "ValueError"}

@@ -29,10 +29,19 @@ class TextDeltas:
         self.prompt_pieces[-1] += decoder.take_delta()
         skips = request.sampling_params.skip_special_tokens
         self._decoder = IncrementalDetokenizer(tokenizer, prompt, skip_special_tokens=skips)
+        self._num_tokens = 0
+        self._pieces: list[str] = []
 
-    def add(self, token_ids: list[int]) -> list[str]:
-        """Return the text that each new output token adds: "" for a token that stopped the
-        request."""
+    def pieces(self) -> list[str]:
+        """Return the text that each output token so far adds: "" for a token that stopped the
+        request. A new list for each change."""
+        new = self._request.output_token_ids[self._num_tokens :]
+        if new:
+            self._num_tokens += len(new)
+            self._pieces = self._pieces + self._added(new)
+        return self._pieces
+
+    def _added(self, token_ids: list[int]) -> list[str]:
         request = self._request
         is_hidden = not request.sampling_params.include_stop_str_in_output
         if request.finish_reason == "stop" and is_hidden and self.cut() is None:

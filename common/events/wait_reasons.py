@@ -10,19 +10,15 @@ See common/events/README.md#why-a-request-waits"""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 from weakref import proxy
 
 from base_scheduler import BaseScheduler, SchedulerPlugin
 from kv_memory import UncachedKVCacheManager
-from policies import SchedulePolicy
 from policy_queue import PolicyQueue
 from preemptive_scheduler import PreemptiveScheduler
 from request import Request, RequestStatus
 from scheduler_interface import SchedulerOutput, StepOutput
-
-if TYPE_CHECKING:
-    from common.events.frame_recorder import FrameRecorder
 
 # A plan's terms that differ from `REASONS`.
 _STOPS = {"admitted": "seat", "rejected": "enough", "skipped": "enough"}
@@ -33,14 +29,14 @@ _REASONS = {  # of a request with this status, whether or not it was considered
 
 
 class WaitReasons(SchedulerPlugin):
-    """Works with any scheduler derived from chapter 1's, preemptive or not."""
+    """Works with any scheduler derived from chapter 1's, preemptive or not. Tells `recorder`, the
+    `FrameRecorder`, of steps and of requests that end."""
 
-    def __init__(self, memory: UncachedKVCacheManager, recorder: FrameRecorder) -> None:
+    def __init__(self, memory: UncachedKVCacheManager, recorder: Any) -> None:
         self._memory = memory
         self._recorder = recorder
         self._plan_end = _PlanEnd(recorder)
         self._lost: dict[str, int] = {}  # positions that a preempted request had computed
-        self._policy: RememberingPolicy | None = None
         self._clear()
 
     def _clear(self) -> None:
@@ -57,28 +53,20 @@ class WaitReasons(SchedulerPlugin):
 
     def put_in(self, scheduler: BaseScheduler) -> None:
         """Become the scheduler's first plugin, and be told of plans by its last one."""
-        queue = scheduler.waiting
-        if isinstance(queue, PolicyQueue) and queue.policy.is_cache_aware:
-            self._policy = RememberingPolicy(queue.policy)
-            queue.policy = cast(SchedulePolicy, self._policy)
         scheduler.set_plugins([self, *scheduler.plugins, self._plan_end])
 
     def take_out(self, scheduler: BaseScheduler) -> None:
         own = (self, self._plan_end)
         scheduler.set_plugins([plugin for plugin in scheduler.plugins if plugin not in own])
-        if self._policy is not None:
-            cast(PolicyQueue, scheduler.waiting).policy = self._policy.policy
 
     def queue_order(self) -> list[str]:
-        """Return the waiting requests in the order of service, without side effects. For a
-        cache-aware policy, whose lookups would count as cache use, this is its last answer."""
-        if self._policy is not None:
-            self._policy.answers_from_memory = True
-        try:
-            return [request.request_id for request in self._watched.waiting]
-        finally:
-            if self._policy is not None:
-                self._policy.answers_from_memory = False
+        """Return the waiting requests in the order of service; for a cache-aware policy, whose
+        lookups would count as uses of the cache, in that of arrival."""
+        scheduler = self._watched
+        queue = scheduler.waiting
+        if isinstance(queue, PolicyQueue) and queue.policy.is_cache_aware:
+            return [name for name in scheduler.requests if name not in scheduler.running]
+        return [request.request_id for request in queue]
 
     def order_key(self, request: Request) -> str:
         """Return the policy's sort key as text, "" if it does not sort."""
@@ -181,27 +169,8 @@ class WaitReasons(SchedulerPlugin):
 class _PlanEnd(SchedulerPlugin):
     """Gets each plan when the other plugins, such as speculation, have added to it."""
 
-    def __init__(self, recorder: FrameRecorder) -> None:
+    def __init__(self, recorder: Any) -> None:
         self._recorder = recorder
 
     def on_plan(self, plan: SchedulerOutput) -> None:
         self._recorder.planned(plan)
-
-
-class RememberingPolicy:
-    """Wraps a policy and remembers its last answer."""
-
-    def __init__(self, policy: SchedulePolicy) -> None:
-        self.policy = policy
-        self._order: list[Request] = []
-        self.answers_from_memory = False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.policy, name)
-
-    def order(self, requests: Sequence[Request]) -> list[Request]:
-        if not self.answers_from_memory:
-            self._order = list(self.policy.order(requests))
-            return list(self._order)
-        known = [request for request in self._order if request in requests]
-        return list(dict.fromkeys([*known, *requests]))

@@ -40,15 +40,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=8000, help="0: a free one")
     parser.add_argument("--api-key", default=os.environ.get("VLLM_API_KEY"), metavar="KEY")
     parser.add_argument("--metrics-without-key", action="store_true", help="as in vLLM")
-    for flag, metavar, says in (
-        ("--allowed-host", "NAME", "that clients may call this server by: host.docker.internal"),
-        (
-            "--allowed-origin",
-            "URL",
-            "of pages that may send requests: http://localhost:3000; *: any",
-        ),
-    ):
-        parser.add_argument(flag, metavar=metavar, action="append", default=[], help=says)
+    name = "that clients may call this server by: host.docker.internal"
+    parser.add_argument("--allowed-host", metavar="NAME", action="append", default=[], help=name)
+    url = "of pages that may send requests: http://localhost:3000; *: any"
+    parser.add_argument("--allowed-origin", metavar="URL", action="append", default=[], help=url)
     parser.add_argument("--served-model-name", metavar="NAME", help="what clients call it")
     parser.add_argument("--chat-template", type=Path, metavar="FILE", help="instead of the model's")
     no_flag = "as in vLLM; has no effect here"
@@ -77,8 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
         address = f"port {args.port} of {args.host}"
-        another = 'another: --port 8001, or make serve ARGS="--port 8001"'
-        print(f"serve: cannot listen on {address}: {reason} ({another})", file=sys.stderr)
+        print(f"serve: cannot listen on {address}: {reason} (another: --port)", file=sys.stderr)
         return 2
     try:
         from common.serve.running import serve

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -25,11 +25,10 @@ from common.serve.deltas import RequestDelta
 from common.serve.engine_loop import EngineError, QueueFull
 from common.serve.errors import ApiError, api_error, bad, error_response, json_response
 from common.serve.gate import Gate, GateConfig
-from common.serve.live_page import LivePage, watch_token
+from common.serve.live_page import LivePage
 from common.serve.server_metrics import ServerMetrics
 from common.serve.streams import (
     CLIENT_DISCONNECTED,
-    Deltas,
     EventStream,
     accepted,
     close_all,
@@ -93,18 +92,17 @@ class Server:
         ids = await self._ids(body, params)
         echoed = body.prompts() if body.echo else []
         texts = [p if isinstance(p, str) else await self._decode(p) for p in echoed]
-        tokenizer = self.llm.tokenizer
         answer = Answer(
             kind="completion",
             model=model,
-            tokenizer=tokenizer,
+            tokenizer=self.llm.tokenizer,
             body=body,
             params=params,
             prompts=texts,
             only_echo=body.only_echo,
             request_id=_name_of(body, request),
         )
-        return await self._generate(answer, ids, request)
+        return await self._generate(answer, ids)
 
     async def chat_completions(self, body: ChatBody, request: Request) -> Response:
         model = self._model(body)
@@ -117,7 +115,6 @@ class Server:
             params = replace(params, skip_special_tokens=False)
         params = await self.llm.without_texts(params)
         text, ids = await self._chat_prompt(body, params, request)
-        continued = body.messages[-1] if body.continue_final_message else None
         answer = Answer(
             kind="chat",
             model=model,
@@ -126,13 +123,11 @@ class Server:
             params=params,
             request_id=_name_of(body, request),
             reader=reader,
-            prompt_end=self.chat.prompt_end(text, continued),
+            prompt_end="" if body.continue_final_message else self.chat.prompt_end(text),
         )
-        return await self._generate(answer, [ids], request)
+        return await self._generate(answer, [ids])
 
-    async def _generate(
-        self, answer: Answer, prompts: list[list[int]], request: Request
-    ) -> Response:
+    async def _generate(self, answer: Answer, prompts: list[list[int]]) -> Response:
         answer.params = answer.body.within_entries(list(map(len, prompts)), answer.params)
         num = len(prompts) * answer.params.n
         limit = self.llm.max_per_request
@@ -142,44 +137,32 @@ class Server:
         options = answer.body.options()
         if answer.model != self.config.model_name:
             options["adapter"] = answer.model
-        owner = watch_token(request)
-        calls = [self.llm.generate(ids, answer.params, owner=owner, **options) for ids in prompts]
+        calls = [self.llm.generate(ids, answer.params, **options) for ids in prompts]
         requests = [self.metrics.counted(call, answer.params) for call in calls]
-        stream_owns_requests = False  # whether the stream owns `requests` and closes them
         try:
-            first_deltas = await accepted(requests)
+            deltas = merged(await accepted(requests), requests)
             if answer.body.stream:
-                events = self._events(answer, first_deltas, requests)
-                stream_owns_requests = True
-                return EventStream(events, requests)
-            totals = await gathered(first_deltas, requests)
+                return EventStream(self._events(answer, deltas), [deltas, *requests])
+            totals = await gathered(deltas)
             return await asyncio.to_thread(lambda: json_response(answer.whole(totals)))
-        finally:
-            if not stream_owns_requests:
-                await close_all(requests)
+        except BaseException:
+            await close_all(requests)
+            raise
 
     async def _events(
-        self, answer: Answer, first_deltas: list[RequestDelta], requests: Sequence[Deltas]
+        self, answer: Answer, deltas: AsyncIterator[tuple[int, RequestDelta]]
     ) -> AsyncIterator[bytes]:
-        stream_options = answer.body.stream_options or StreamOptions()
-
-        async def made(i: int, delta: RequestDelta) -> bytes:
-            if answer.params.prompt_logprobs is None:
-                chunks = answer.chunks(i, delta)
-            else:  # an echo, which has one for each token of the prompt
-                chunks = await asyncio.to_thread(answer.chunks, i, delta)
-            for chunk in chunks if stream_options.include_usage else ():
-                chunk["usage"] = None
-                if stream_options.continuous_usage_stats:
-                    chunk["usage"] = answer.usage()
-            return b"".join(map(event, chunks))
-
+        options = answer.body.stream_options or StreamOptions()
         try:
-            for i, first in enumerate(first_deltas):
-                yield await made(i, first)
-            async for i, delta in merged(requests):
-                yield await made(i, delta)
-            if stream_options.include_usage:
+            async for i, delta in deltas:
+                if answer.params.prompt_logprobs is None:
+                    chunks = answer.chunks(i, delta)
+                else:  # an echo, which has one for each token of the prompt
+                    chunks = await asyncio.to_thread(answer.chunks, i, delta)
+                for chunk in chunks if options.include_usage else ():
+                    chunk["usage"] = answer.usage() if options.continuous_usage_stats else None
+                yield b"".join(map(event, chunks))
+            if options.include_usage:
                 yield event(answer.usage_chunk())
         except Exception as error:  # the answer has begun, so its status cannot change
             yield event(answer.body.error(error).content())
@@ -208,10 +191,9 @@ class Server:
         assert body.messages is not None
         names = {"documents", "reasoning_effort", "enable_thinking", "tools"}
         given = body.model_dump(include=names, exclude_unset=True, exclude_none=True)
-        if body.reasoning_effort is not None and body.enable_thinking is None:
-            named = body.chat_template_kwargs or {}  # for the templates that can turn it off
-            given["enable_thinking"] = named.get("enable_thinking", body.reasoning_effort != "none")
         kwargs = (body.chat_template_kwargs or {}) | given
+        if body.reasoning_effort is not None:  # for the templates that can turn thinking off
+            kwargs.setdefault("enable_thinking", body.reasoning_effort != "none")
         return await asyncio.to_thread(
             self.chat.text,
             body.messages,
@@ -302,15 +284,14 @@ class Server:
         return {"object": "list", "data": data}
 
     async def load_adapter(self, body: LoadAdapterBody, request: Request) -> Response:
-        root = self.config.adapter_root
-        if root is None:
-            raise ApiError(403, "cannot load adapters over HTTP without --adapter-root")
+        assert self.config.adapter_root is not None, "else there is no such route"
+        root = self.config.adapter_root.resolve()
         if body.lora_name == self.config.model_name:
             raise bad("lora_name must not be the name of the model", "lora_name")
         path = root
         try:
             path = (root / body.lora_path).resolve()
-            if not path.is_relative_to(root.resolve()):
+            if not path.is_relative_to(root):
                 raise ApiError(403, "lora_path must be below the folder of adapters", "lora_path")
             await self.llm.load_adapter(body.lora_name, path)
         except OSError as error:
@@ -323,8 +304,6 @@ class Server:
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload_adapter(self, body: UnloadAdapterBody, request: Request) -> Response:
-        if self.config.adapter_root is None:
-            raise ApiError(403, "cannot unload adapters over HTTP without --adapter-root")
         if body.lora_name not in self.llm.adapters:
             raise ApiError(404, f"adapter {body.lora_name!r} is not loaded", "lora_name")
         await self.llm.unload_adapter(body.lora_name)
@@ -379,11 +358,12 @@ def make_app(llm: AsyncLLM, config: ServeConfig) -> tuple[FastAPI, Gate]:
         "/v1/chat/completions": server.chat_completions,
         "/v1/completions/render": server.render_completion,
         "/v1/chat/completions/render": server.render_chat,
-        "/v1/load_lora_adapter": server.load_adapter,
-        "/v1/unload_lora_adapter": server.unload_adapter,
         "/tokenize": server.tokenize,
         "/detokenize": server.detokenize,
     }
+    if config.adapter_root is not None:
+        post["/v1/load_lora_adapter"] = server.load_adapter
+        post["/v1/unload_lora_adapter"] = server.unload_adapter
     get: dict[str, Any] = {
         "/v1/models": server.models,
         "/v1/models/{name:path}": server.model,
@@ -414,8 +394,7 @@ def _on_error(request: Request, error: Exception) -> Response:
 
 def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    is_route = error.status_code != 404
-    detail = error.detail if is_route else f"{request.method} {request.url.path} is not served here"
-    answer = error_response(ApiError(error.status_code, str(detail)))
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    answer = error_response(ApiError(error.status_code, message))
     answer.headers.update(error.headers or {})  # such as `Allow` for a 405
     return answer

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.engine import LLMEngine
-from common.engine_config import EngineConfig
+from common.engine_config import EngineConfig, EngineStats
 from common.requests.input_processor import plain
 from common.requests.token_rules import without_texts
-from common.serve.deltas import EngineUpdate, RequestDelta
+from common.serve.deltas import RequestDelta
 from common.serve.engine_loop import (
     EngineError,
     EngineLoop,
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 __all__ = ["AsyncLLM", "EngineError", "PromptTooLong", "QueueFull", "RequestDelta"]
 LONG_TEXT = 4096  # characters; a longer prompt is tokenized outside the loop
 CLOSED = "the engine is closed; create a new one"
-MAX_OWNERS = 10_000  # requests whose owner is remembered
 _LONG_TEXTS = ThreadPoolExecutor(1, "long texts")  # waiting texts of who has left are never done
 
 
@@ -73,8 +72,8 @@ class Mailbox:
 class AsyncLLM:
     """The engine with an asyncio interface. Takes the arguments of `LLM`, and `max_waiting`: the
     number of sequences that may wait in addition to `max_num_seqs`; None: no limit. The constructor
-    returns when the engine is ready, and raises what `LLM` does. All methods belong to one event
-    loop, that of the first call."""
+    returns when the engine is ready, and raises what `LLM` does. All methods are for one event loop
+    at a time."""
 
     def __init__(
         self, model: str | Path | None = None, *, max_waiting: int | None = None, **config: Any
@@ -82,7 +81,6 @@ class AsyncLLM:
         self.config = EngineConfig(model=model, **config)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._mailboxes: dict[str, Mailbox] = {}  # by the request's name
-        self.owners: dict[str, str] = {}  # by the request's name, the newest last
         self._num_requests = 0
         self._calls: set[asyncio.Future] = set()
         self._is_closed = False
@@ -92,7 +90,7 @@ class AsyncLLM:
             self.max_per_request = max(1, max_waiting, num_places // 2)
         make_engine = partial(LLMEngine, self.config)
         self._engine_loop = EngineLoop(make_engine, self._deliver, max_waiting)
-        engine = self._engine_loop.made.result()
+        engine = self._engine = self._engine_loop.made.result()
         assert engine.tokenizer is not None
         self.tokenizer = engine.tokenizer
         self._max_token_chars = max(map(len, self.tokenizer.backend.get_vocab()))
@@ -101,7 +99,6 @@ class AsyncLLM:
         self.default_sampling_params = engine.default_sampling_params
         self.stats = engine.stats()  # as of the engine's last delivery
         self._vocab_size = engine.vocab_size  # tokens that can be sampled
-        self.adapters = engine.adapters  # names that are loaded
 
     # -- requests
 
@@ -109,22 +106,15 @@ class AsyncLLM:
         self,
         prompt: str | Sequence[int],
         params: SamplingParams | None = None,
-        *,
-        owner: str | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncIterator[RequestDelta]:
         """Yield the deltas of a request: the first reports acceptance, the last the end. Leaving
-        the loop early, or being cancelled, aborts the request. `owner` is a secret of the client: a
-        live page that knows it may show the request's text. Raises `ValueError` if the request
+        the loop early, or being cancelled, aborts the request. Raises `ValueError` if the request
         cannot be served, `QueueFull` if too many wait, `EngineError` if it cannot continue."""
         self._bind()
         options.setdefault("arrival_time", time.monotonic())
         self._num_requests += 1
         name = f"request-{self._num_requests}"
-        if owner is not None:
-            self.owners[name] = owner
-            if len(self.owners) > MAX_OWNERS:
-                del self.owners[next(iter(self.owners))]
         mailbox = self._mailboxes[name] = Mailbox()
         try:
             params = await self.without_texts(params or self.default_sampling_params)
@@ -217,18 +207,18 @@ class AsyncLLM:
         """The reason why the engine has stopped; None while it runs."""
         return self._engine_loop.death_reason
 
+    @property
+    def adapters(self) -> list[str]:
+        """The names of the adapters that are loaded."""
+        return self._engine.adapters
+
     async def load_adapter(self, name: str, directory: str | Path) -> None:
         """`LLMEngine.load_adapter`, between two steps."""
-        await self.call(self._change_adapters, LLMEngine.load_adapter, name, directory)
+        await self.call(LLMEngine.load_adapter, name, directory)
 
     async def unload_adapter(self, name: str) -> None:
         """`LLMEngine.unload_adapter`, between two steps."""
-        await self.call(self._change_adapters, LLMEngine.unload_adapter, name)
-
-    def _change_adapters(self, engine: LLMEngine, method: Callable[..., None], *of: Any) -> None:
-        """Runs in the engine's thread to its end, even if the caller is cancelled."""
-        method(engine, *of)
-        self.adapters = engine.adapters
+        await self.call(LLMEngine.unload_adapter, name)
 
     async def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
         """Return `method(engine, *arguments)`, run between two steps. Raises what it raises."""
@@ -250,24 +240,20 @@ class AsyncLLM:
     def _bind(self) -> None:
         if self._is_closed:
             raise EngineStopped(CLOSED)
-        loop = asyncio.get_running_loop()
-        if self._loop is None or self._loop.is_closed():
-            self._loop = loop
-        if self._loop is not loop:
-            raise RuntimeError("cannot use this AsyncLLM: another event loop owns it")
+        self._loop = asyncio.get_running_loop()
 
-    def _deliver(self, engine_update: EngineUpdate) -> None:
-        """Pass an update to the event loop. Runs in the engine's thread."""
-        self.stats = engine_update.stats
+    def _deliver(self, deltas: list[RequestDelta], stats: EngineStats, is_last: bool) -> None:
+        """Pass deltas to the event loop. Runs in the engine's thread."""
+        self.stats = stats
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop has ended, so there are no readers
-                self._loop.call_soon_threadsafe(self._receive, engine_update)
+                self._loop.call_soon_threadsafe(self._receive, deltas, is_last)
 
-    def _receive(self, engine_update: EngineUpdate) -> None:
-        for delta in engine_update.deltas:
+    def _receive(self, deltas: list[RequestDelta], is_last: bool) -> None:
+        for delta in deltas:
             if (mailbox := self._mailboxes.get(delta.request_id)) is not None:
                 mailbox.put(delta)
-        if engine_update.is_last:
+        if is_last:
             reason = self.death_reason or CLOSED
             for name in self._mailboxes:
                 self._end(name, reason)

@@ -6,17 +6,17 @@ See common/serve/README.md#what-it-answers"""
 from __future__ import annotations
 
 import re
-from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
 from common.requests.tokenizer import Tokenizer
-from common.serve.content_forms import ContentForms, text_of
-from common.serve.errors import ApiError, bad
+from common.serve.content_forms import ContentForms
+from common.serve.errors import bad
 from common.serve.flags import ALWAYS_THINKING
 from common.serve.tool_calls import CALL, END_THINK, MARKS, THINK, Reader, ToolUse, calls_of_history
 
-_TRIED = {"name": "a_tool_to_try", "description": "", "parameters": {"type": "object"}}
+# How a template writes calls of the supported form, also as an escaped text.
+_CALL_FORM = re.compile(CALL + r'(?:\s|\\n)*\{\\*"')
 
 
 class ChatPrompts:
@@ -35,7 +35,7 @@ class ChatPrompts:
         self._template = template
         self._tool_call_parser = tool_call_parser
         self._reasoning_parser = reasoning_parser
-        self._forms = ContentForms(self._try)
+        self._forms = ContentForms(lambda chat: self._render(chat, False, False, {}))
 
     @cached_property
     def hides_marks(self) -> bool:
@@ -48,8 +48,8 @@ class ChatPrompts:
     ) -> Reader | None:
         """Return the settings for parsing an answer; None: the text is the content. Raises
         `ApiError`."""
-        shown = self._shown_tool if tools.schemas else ""
-        is_asked = self._tool_call_parser or re.search(CALL + r"\s*{", shown)  # supported form
+        template = str(self._template or getattr(self._source, "chat_template", None))
+        is_asked = self._tool_call_parser or _CALL_FORM.search(template)
         if tools.choice == "auto" and not is_asked:
             raise bad(
                 "tools: tool_choice must not be 'auto', because the chat template does not ask for "
@@ -57,39 +57,20 @@ class ChatPrompts:
                 'use "required", name a function, or start the server with --tool-call-parser',
                 "tools",
             )
-        template = self._template_text
         has_marks = self._reasoning_parser or THINK in template or END_THINK in template
         has_reasoning = bool(has_marks) and not has_grammar
         if tools.choice == "none" and not has_reasoning:
             return None
         return Reader(tools, has_reasoning, shows_reasoning)
 
-    def prompt_end(self, prompt: str, continued: dict[str, Any] | None = None) -> str:
+    def prompt_end(self, prompt: str) -> str:
         """Return the prompt's end from its last mark of reasoning on, if the answer begins after
-        it, else "". `continued` is the message that the answer continues."""
-        begun = "" if continued is None else continued.get("content") or ""
-        if not isinstance(begun, str):
-            begun = "".join(text_of(part, "messages") for part in begun)
-        marks = list(re.finditer(f"{THINK}|{END_THINK}", begun))
-        if marks:
-            return begun[marks[-1].start() :]
-        before = prompt.rstrip().removesuffix(begun.rstrip()).rstrip()
+        it, else ""."""
+        before = prompt.rstrip()
         for mark in THINK, END_THINK:
             if before.endswith(mark):
                 return prompt[len(before) - len(mark) :]
-        return THINK if self._reasoning_parser in ALWAYS_THINKING and not begun else ""
-
-    @property
-    def _template_text(self) -> str:
-        return str(self._template or getattr(self._source, "chat_template", None))
-
-    @cached_property
-    def _shown_tool(self) -> str:
-        """A prompt with a tool, to see how the template shows it; "" if the template fails."""
-        tools = [{"type": "function", "function": _TRIED}]
-        with suppress(ApiError):
-            return self.text([{"role": "user", "content": "x"}], kwargs={"tools": tools})
-        return ""
+        return THINK if self._reasoning_parser in ALWAYS_THINKING else ""
 
     def text(
         self,
@@ -124,9 +105,6 @@ class ChatPrompts:
             tokenize=False,
             **kwargs,
         )
-
-    def _try(self, messages: list[dict[str, Any]]) -> str:
-        return self._render(messages, adds=False, continues=False, kwargs={})
 
     def _message(self, message: dict[str, Any], path: str) -> dict[str, Any]:
         """Return the message in the form that the template reads."""

@@ -7,27 +7,13 @@ See common/serve/README.md"""
 from __future__ import annotations
 
 import atexit
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kv_connector import KVConnector
 
 
-def make_connector(fields: Mapping[str, Any]) -> KVConnector:
-    """Return a connector whose store client lives until the process ends. Raises `ValueError` for
-    invalid fields, and if there is no store."""
-    from mooncake_client import MooncakeUnavailableError
-
-    if fields.get("kind") != "mooncake":
-        raise ValueError(f"kv_connector must have kind 'mooncake', got {fields.get('kind')!r}")
-    try:
-        return _mooncake(**fields)
-    except (TypeError, MooncakeUnavailableError) as error:
-        raise ValueError(f"kv_connector: {error}") from error
-
-
-def _mooncake(
+def make_connector(
     kind: str,
     master: str,
     metadata: str,
@@ -36,12 +22,17 @@ def _mooncake(
     load_timeout_s: float = 10.0,
 ) -> KVConnector:
     """Connect to the store at `master` and `metadata`, and contribute `segment_mbytes` MiB of this
-    process's memory to it. `host` is the name of this machine for the others."""
-    from mooncake_client import MooncakeAddress
+    process's memory to it, until the process ends. `host` is the name of this machine for the
+    others. Raises `ValueError` for another kind, and if there is no store."""
+    from mooncake_client import MooncakeAddress, MooncakeUnavailableError
     from mooncake_pool import MooncakePool
     from pool_connector import PoolConnector
 
-    address = MooncakeAddress(master, metadata)
-    pool = MooncakePool(address, segment_mbytes << 20, host)
+    if kind != "mooncake":
+        raise ValueError(f"kv_connector must have kind 'mooncake', got {kind!r}")
+    try:
+        pool = MooncakePool(MooncakeAddress(master, metadata), segment_mbytes << 20, host)
+    except MooncakeUnavailableError as error:
+        raise ValueError(f"kv_connector: {error}") from error
     atexit.register(pool.close)
     return PoolConnector(pool, load_timeout_s)

@@ -3,11 +3,9 @@
 A content is a text or a list of parts. Some templates write only texts, some only go over parts,
 many do both, and often another thing for each role. A content in a form that a template does not
 read is missing in the prompt, or Python's list appears there, and few templates raise an error. So
-each form is tried once, with words in quotes, which Python and JSON escape:
-
-    given     tried in this order; the first that the template writes unchanged is taken
-    a text    a text; one part
-    parts     text parts; a text, joined by line breaks; one part with this text
+each form is tried once, with words in quotes, which Python and JSON escape. Parts go to the
+template as parts if it writes them unchanged, else as one text, joined by line breaks; a text as
+one part if the template writes only parts.
 
 A refusal and a thinking part become text parts.
 
@@ -19,6 +17,7 @@ See common/serve/README.md#tools-and-reasoning"""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from common.serve.errors import bad
@@ -38,50 +37,37 @@ class ContentForms:
 
     def __init__(self, render: Callable[[list[Message]], str]) -> None:
         self._render = render
-        self._is_read: dict[tuple[str, bool], bool] = {}
+        self._reads = cache(self._is_read)
 
     def content(self, message: Message, path: str) -> str | list[Message]:
         """Return a message's content in the form to give the template. Raises `ApiError`."""
-        role = message["role"] if message["role"] in ROLES else "user"
         given = message.get("content")
-        if isinstance(given, list):
-            texts = [text_of(part, path) for part in given]
-            if self._reads(role, True):
-                return [{"type": "text", "text": text} for text in texts]
-            given = "\n".join(texts)
-        if given is not None and not isinstance(given, str):
+        if given is not None and not isinstance(given, str | list):
             raise bad(f"{path}.content must be a str or a list of parts", "messages")
-        return self._of_text(role, given)
+        role = message["role"] if message["role"] in ROLES else "user"
+        parts = given if isinstance(given, list) else [given] if given else []
+        texts = [text_of(part, path) for part in parts]
+        is_text = not isinstance(given, list) and self._reads(role, False)
+        if not is_text and self._reads(role, True):
+            return [{"type": "text", "text": text} for text in texts]
+        return "\n".join(texts)
 
-    def _of_text(self, role: str, text: str | None) -> str | list[Message]:
-        if self._reads(role, False) or not self._reads(role, True):
-            return text or ""
-        return [] if text is None else [{"type": "text", "text": text}]
-
-    def _reads(self, role: str, are_parts: bool) -> bool:
+    def _is_read(self, role: str, are_parts: bool) -> bool:
         """Whether the template writes a content of this form, for this role, unchanged."""
-        form = (role, are_parts)
-        if form not in self._is_read:
-            try:
-                prompt = self._render(self._messages(role, PARTS if are_parts else FIRST))
-            except Exception:  # a template is a program that can raise its own errors
-                prompt = ""
-            self._is_read[form] = FIRST in prompt and (SECOND in prompt or not are_parts)
-        return self._is_read[form]
-
-    def _messages(self, role: str, content: str | list[Message]) -> list[Message]:
-        """Return a chat that has a message of this role."""
-        message = {"role": role, "content": content}
-        if role == "user":
-            return [message]
-        user = {"role": "user", "content": self._of_text("user", "x")}
-        if role == "assistant":
-            return [user, message]
+        chat: list[Message] = [{"role": role, "content": PARTS if are_parts else FIRST}]
+        if role != "user":
+            user: Message = {"role": "user", "content": "x"}
+            user["content"] = self.content(user, "")
+            chat = [*chat, user] if role in ("system", "developer") else [user, *chat]
         if role == "tool":
-            empty = self._of_text("assistant", None)
-            call = {"role": "assistant", "content": empty, "tool_calls": [_CALL]}
-            return [user, call, message | {"tool_call_id": _CALL["id"], "name": "f"}]
-        return [message, user]
+            call: Message = {"role": "assistant", "tool_calls": [_CALL]}
+            call["content"] = self.content(call, "")
+            chat = [chat[0], call, chat[1] | {"tool_call_id": _CALL["id"], "name": "f"}]
+        try:
+            prompt = self._render(chat)
+        except Exception:  # a template is a program that can raise its own errors
+            return False
+        return FIRST in prompt and (SECOND in prompt or not are_parts)
 
 
 def text_of(part: Any, path: str) -> str:

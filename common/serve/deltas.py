@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from common.engine_config import EngineStats
 from common.requests.output_processor import OutputProcessor, RequestGroup, RequestMetrics
 from common.sampling.distributions import TokenLogprobs
 
@@ -60,16 +59,6 @@ class RequestDelta:
         self.finished = later.finished
         self.metrics = later.metrics
         self.error = later.error
-
-
-@dataclass(slots=True)
-class EngineUpdate:
-    """The results of one step for other threads. `is_last`: no update follows, so everything still
-    pending has failed."""
-
-    deltas: list[RequestDelta]
-    stats: EngineStats
-    is_last: bool = False
 
 
 class DeltaSource:

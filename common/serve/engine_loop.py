@@ -1,7 +1,7 @@
 """`EngineLoop`: the thread that owns the engine. Runs steps while there are unfinished requests,
 and the commands in its inbox between two steps.
 
-    inbox: add, abort, call  ->  engine.step()  ->  deliver(EngineUpdate), once a step
+    inbox: add, abort, call  ->  engine.step()  ->  deliver(deltas, stats, is_last), once a step
 
 Any thread can put commands into the inbox, and never waits.
 
@@ -18,8 +18,9 @@ from queue import SimpleQueue
 from typing import Any
 
 from common.engine import LLMEngine
+from common.engine_config import EngineStats
 from common.sampling.runner_plugin import NO_TOKEN
-from common.serve.deltas import DeltaSource, EngineUpdate, RequestDelta
+from common.serve.deltas import DeltaSource, RequestDelta
 from request import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -50,14 +51,15 @@ class EngineStopped(EngineError):
 
 class EngineLoop:
     """Creates and owns an engine. `make_engine` is called in the engine's thread, because torch's
-    number of threads is a setting of the calling thread; `deliver` is called there, too. At most
+    number of threads is a setting of the calling thread; `deliver` is called there, too: after
+    `is_last` nothing follows, so everything still pending has failed. At most
     `max_waiting` sequences (a request has `n`) may exist in addition to `max_num_seqs`; more are
     refused."""
 
     def __init__(
         self,
         make_engine: Callable[[], LLMEngine],
-        deliver: Callable[[EngineUpdate], None],
+        deliver: Callable[[list[RequestDelta], EngineStats, bool], None],
         max_waiting: int | None = None,
     ) -> None:
         self._make_engine = make_engine
@@ -66,7 +68,6 @@ class EngineLoop:
         self._inbox = SimpleQueue[Callable[[], None]]()
         self._sources: dict[str, DeltaSource] = {}
         self._deltas: list[RequestDelta] = []  # to be delivered
-        self._has_aborted = False  # since the last delivery, whose statistics are now outdated
         self._last_error: Exception | None = None  # set if the last step failed
         self._death_error: BaseException | None = None
         self._num_failures = 0
@@ -170,12 +171,9 @@ class EngineLoop:
         return delta
 
     def _send_update(self, is_last: bool = False) -> None:
-        if not (self._deltas or is_last or self._has_aborted):
-            return
-        self._has_aborted = False
-        update = EngineUpdate(self._deltas, self._engine.stats(), is_last)
+        deltas = self._deltas
         self._deltas = []
-        self._deliver(update)
+        self._deliver(deltas, self._engine.stats(), is_last)
 
     def _add(
         self, request_id: str, token_ids: list[int], params: SamplingParams, options: dict[str, Any]
@@ -202,7 +200,6 @@ class EngineLoop:
         if request_id in self._sources:
             del self._sources[request_id]
             self._engine.abort_request(request_id)
-            self._has_aborted = True
 
     def _call(self, future: Future, method: Callable[..., Any], *arguments: Any) -> None:
         if not future.set_running_or_notify_cancel():

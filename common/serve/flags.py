@@ -8,10 +8,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable
 from typing import Any
 
 from common.engine_config import EngineConfig
+from common.serve.connectors import make_connector
+from tiered_cache import KVTierConfig
 
 NO_FLAG = {"model", "events"}  # a separate flag, or not expressible as text
 # vLLM's names of parsers for the formats that this server parses. Some models that always think,
@@ -28,7 +29,7 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
         if field.name not in NO_FLAG:
             group.add_argument(
                 "--" + field.name.replace("_", "-"),
-                type=_reader(field),
+                type=_value,
                 nargs="?",
                 const=True,
                 default=argparse.SUPPRESS,
@@ -41,36 +42,21 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return the `EngineConfig` fields given as flags. Raises `ValueError`."""
     names = {f.name for f in dataclasses.fields(EngineConfig)} - NO_FLAG
     given = {name: value for name, value in vars(args).items() if name in names}
-    if isinstance(given.get("kv_connector"), dict):
-        from common.serve.connectors import make_connector
-
-        given["kv_connector"] = make_connector(given["kv_connector"])
+    for name, make in (("kv_tiers", KVTierConfig), ("kv_connector", make_connector)):
+        if isinstance(given.get(name), dict):
+            try:
+                given[name] = make(**given[name])
+            except TypeError as error:  # a wrong name of a field
+                raise ValueError(f"{name}: {error}") from error
     return given
 
 
-def _reader(field: dataclasses.Field) -> Callable[[str], Any]:
-    """Return a function that converts a flag's text to the field's type; `EngineConfig` validates
-    the value."""
-
-    def value(text: str) -> Any:  # argparse shows this name in its errors
-        words = {"none": None, "true": True, "false": False}
-        if text.lower() in words:
-            return words[text.lower()]
-        if not text.startswith("{") and "str" in str(field.type):
-            return text
-        try:
-            found = json.loads(text)
-        except ValueError:
-            return text
-        return _tiers(found) if field.name == "kv_tiers" else found
-
-    return value
-
-
-def _tiers(fields: dict[str, Any]) -> Any:
-    from tiered_cache import KVTierConfig
-
+def _value(text: str) -> Any:
+    """Convert a flag's text; `EngineConfig` validates the value."""
+    words = {"none": None, "true": True, "false": False}
+    if text.lower() in words:
+        return words[text.lower()]
     try:
-        return KVTierConfig(**fields)
-    except TypeError as error:
-        raise ValueError(str(error)) from error
+        return json.loads(text)
+    except ValueError:
+        return text

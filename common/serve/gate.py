@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hmac
 import logging
+import secrets
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import quote
 
 import anyio
@@ -39,6 +40,8 @@ class GateConfig:
     allowed_hosts: tuple[str, ...] = ()  # additional names: of a proxy, of a container's host
     allowed_origins: tuple[str, ...] = ()  # of pages that may send requests; "*": all pages
     metrics_need_key: bool = True
+    # Of `/events` without an `api_key`: for who reads what the server has printed.
+    events_key: str = field(default_factory=secrets.token_urlsafe, compare=False, repr=False)
 
     @property
     def is_local(self) -> bool:
@@ -106,23 +109,23 @@ class Gate:
             raise ApiError(503, "the server is being shut down and takes no new requests")
         # The page has no data, and asks for the key.
         is_free = path in ("/", "/health") or (path == "/metrics" and not config.metrics_need_key)
-        if config.api_key is not None and not is_free:
+        key = config.api_key
+        if key is None and path == "/events":
+            key = config.events_key
+        if key is not None and not is_free:
             scheme, _, given = headers.get("authorization", "").partition(" ")
-            is_key = hmac.compare_digest(given.encode("latin-1"), config.api_key.encode())
+            is_key = hmac.compare_digest(given.encode("latin-1"), key.encode())
             if scheme.lower() != "bearer" or not is_key:
                 raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
         host = headers.get("host", "")
         name = (host if host.endswith("]") else host.rsplit(":", 1)[0]).lower()
-        own_names = (*LOOPBACK, config.host)
         if is_post or path in ("/", "/events"):
-            if config.is_local and name not in (*own_names, *map(str.lower, config.allowed_hosts)):
+            names = (*LOOPBACK, config.host, *map(str.lower, config.allowed_hosts))
+            if config.is_local and name not in names:
                 raise ApiError(403, f"Host must be {config.host} or one of --allowed-host")
             allowed = (None, f"http://{host}", f"https://{host}", *config.allowed_origins)
             if headers.get("origin") not in allowed and "*" not in allowed:
                 raise ApiError(403, "Origin must be this server or one of --allowed-origin")
-        is_open = config.is_local and name in own_names
-        if path == "/events" and config.api_key is None and not is_open:
-            raise ApiError(403, "cannot show events: only on loopback or with --api-key")
         kind = headers.get("content-type", "").split(";")[0].strip().lower()
         if is_post and kind != "application/json":
             raise ApiError(415, "Content-Type must be application/json")

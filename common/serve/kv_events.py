@@ -1,7 +1,7 @@
 """Changes of an engine's prefix cache, published to routers as vLLM's KV events.
 
     engine's thread       block_cached, blocks_evicted, blocks_invalidated   ->   a queue of changes
-    publisher's thread    takes them, names the blocks, packs and sends them (`kv_publisher.py`)
+    publisher's thread    takes them, makes events, packs and sends them (`kv_publisher.py`)
 
 `KVEvents` takes the place of the cache's listener, the tiers or none, and calls it. Any cache
 reports whole blocks, each with its parent, so the nodes of a radix tree and their splits are not
@@ -18,10 +18,10 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from common.serve.kv_publisher import EventPublisher
-from common.serve.kv_wire import CLEARED, Event, HeldBlock, add_removed, add_stored
+from common.serve.kv_wire import CLEARED, Event, HeldBlock, add_removed, add_stored, wire_hash
 from grouped_kv_memory import GroupedKVMemory
 from prefix_cache import NormalKeys
 from prefix_cache_local import compute_block_hash
@@ -34,22 +34,12 @@ MAX_EVENTS = 1_000  # per batch: vllm-router's limits are 1,000 and 16 MiB
 MAX_TOKENS = 500_000
 
 
-class CachedBlock(NamedTuple):
-    """A change of the cache: a block was added."""
-
-    block_id: int
-    parent_id: int | None
-    token_ids: tuple[int, ...]
-    extra_keys: NormalKeys
-    lora_name: str | None
-
-
 class CacheStream:
     """The events of a cache, from its `changes`: a block that was added, or the ids of blocks that
     were removed. Only `changes` is shared with another thread."""
 
     def __init__(self) -> None:
-        self.changes = deque[CachedBlock | list[int]]()
+        self.changes = deque[HeldBlock | list[int]]()
         self._held: dict[int, HeldBlock] = {}  # by block id
         self._must_restart = True
 
@@ -62,9 +52,9 @@ class CacheStream:
         events: list[Event] = []
         for _ in range(len(self.changes)):
             change = self.changes.popleft()
-            if isinstance(change, CachedBlock):
-                held = self._held[change.block_id] = self._named(change)
-                add_stored(events, held)
+            if isinstance(change, HeldBlock):
+                self._held[change.block_id] = change
+                add_stored(events, change)
                 continue
             for block_id in change:
                 if block_id in self._held:  # else left over from an interrupted call
@@ -88,17 +78,6 @@ class CacheStream:
         if batch:
             yield batch
 
-    def _named(self, block: CachedBlock) -> HeldBlock:
-        parent = None if block.parent_id is None else self._held[block.parent_id].name
-        keys = None if parent else block.extra_keys
-        return HeldBlock(
-            name=compute_block_hash(parent, block.token_ids, keys),
-            parent=parent,
-            token_ids=block.token_ids,
-            lora_name=block.lora_name,
-            salts=[value.partition(":")[2] for tag, value in keys or () if tag != "lora"],
-        )
-
 
 class KVEvents:
     """Publishes one engine's KV events from construction until `close`. Create it in the engine's
@@ -118,6 +97,7 @@ class KVEvents:
         self._engine = weakref.proxy(engine)  # because the engine references this object
         stream = CacheStream()
         self._changes = stream.changes
+        self._hashes: dict[int, bytes] = {}  # by block id
         self.publisher = EventPublisher(stream, endpoint, replay_endpoint)
         self._listener = cache.listener  # tiers, or none
         cache.listener = self
@@ -134,14 +114,21 @@ class KVEvents:
     def block_cached(
         self, block: Block, parent: Block | None, token_ids: tuple[int, ...], extra_keys: NormalKeys
     ) -> None:
-        lora_name = None
-        for tag, value in extra_keys:
-            if tag == "lora":
-                digest = value.partition(":")[2]
-                lora_name = self._engine.adapters_by_digest.get(digest, [digest])[0]
-        parent_id = parent and parent.block_id
-        change = CachedBlock(block.block_id, parent_id, token_ids, extra_keys, lora_name)
-        self._changes.append(change)
+        before = None if parent is None else self._hashes[parent.block_id]
+        keys = {tag: value.partition(":")[2] for tag, value in extra_keys}
+        digest = keys.pop("lora", None)
+        names = self._engine.adapters_by_digest
+        name = compute_block_hash(before, token_ids, None if before else extra_keys)
+        self._hashes[block.block_id] = name
+        held = HeldBlock(
+            block_id=block.block_id,
+            name=wire_hash(name),
+            parent=None if before is None else wire_hash(before),
+            token_ids=token_ids,
+            lora_name=digest and names.get(digest, [digest])[0],
+            salts=[] if before else [*keys.values()],
+        )
+        self._changes.append(held)
         if self._listener is not None:
             self._listener.block_cached(block, parent, token_ids, extra_keys)
 

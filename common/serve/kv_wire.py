@@ -27,8 +27,9 @@ class HeldBlock:
     """The content of a cached block: its hash, its parent's, its tokens, and the other inputs on
     which its KV depends."""
 
-    name: bytes
-    parent: bytes | None
+    block_id: int
+    name: int
+    parent: int | None
     token_ids: tuple[int, ...]
     lora_name: str | None
     salts: list[str]  # of a first block
@@ -42,20 +43,18 @@ def wire_hash(block_hash: bytes) -> int:
 def add_stored(events: list[Event], block: HeldBlock) -> None:
     """Add a stored block to `events`: to the last event if that ends where `block` begins, else as
     a new event."""
-    parent = None if block.parent is None else wire_hash(block.parent)
-    adapter = [] if block.lora_name is None else [block.lora_name]
-    extra_keys = [*adapter, *block.salts] or None
+    extra_keys = [*filter(None, [block.lora_name]), *block.salts] or None
     last = events[-1] if events else CLEARED
-    if last.get("token_ids") and last["block_hashes"][-1] == parent:
-        last["block_hashes"].append(wire_hash(block.name))
+    if last.get("token_ids") and last["block_hashes"][-1] == block.parent:
+        last["block_hashes"].append(block.name)
         last["token_ids"] += block.token_ids
         if "extra_keys" in last:
             last["extra_keys"].append(extra_keys)
         return
     event = {
         "type": "BlockStored",
-        "block_hashes": [wire_hash(block.name)],
-        "parent_block_hash": parent,
+        "block_hashes": [block.name],
+        "parent_block_hash": block.parent,
         "token_ids": list(block.token_ids),
         "block_size": len(block.token_ids),
         "lora_id": None,
@@ -70,10 +69,9 @@ def add_stored(events: list[Event], block: HeldBlock) -> None:
 def add_removed(events: list[Event], block: HeldBlock) -> None:
     last = events[-1] if events else CLEARED
     if last["type"] == "BlockRemoved":
-        last["block_hashes"].append(wire_hash(block.name))
+        last["block_hashes"].append(block.name)
     else:
-        hashes = [wire_hash(block.name)]
-        events.append({"type": "BlockRemoved", "block_hashes": hashes, "medium": GPU})
+        events.append({"type": "BlockRemoved", "block_hashes": [block.name], "medium": GPU})
 
 
 def pack_batch(events: list[Event], now: float) -> bytes:

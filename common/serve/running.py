@@ -9,6 +9,7 @@ import asyncio
 import logging
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -48,45 +49,39 @@ class DrainingServer(uvicorn.Server):
         self.gate = gate
         self.drain_seconds = drain_seconds
         self.num_cut_short = 0
-        self._draining: asyncio.Task | None = None
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        if self.gate.is_draining:
-            self.drain_seconds = 0.0
-            return
-        self.gate.is_draining = True
-        # The handler runs in the loop's thread.
-        self._draining = asyncio.ensure_future(self._drain())
+        self.force_exit = self.should_exit  # a second signal does not wait
+        self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Shut down, and wait for the tasks of disconnected clients, too."""
-        await super().shutdown(sockets)
-        await asyncio.gather(*self.server_state.tasks, return_exceptions=True)
-
-    async def _drain(self) -> None:
-        loop = asyncio.get_running_loop()
-        begin = loop.time()
+        """Drain, shut down, and wait for the tasks of disconnected clients, too."""
+        self.gate.is_draining = True
         logger.info("shutting down; requests that may finish: %d", self.gate.num_posts)
-        while self.gate.num_posts and loop.time() - begin < self.drain_seconds:
+        end = time.monotonic() + self.drain_seconds
+        while self.gate.num_posts and time.monotonic() < end and not self.force_exit:
             await asyncio.sleep(0.05)
         self.num_cut_short = self.gate.num_posts
         self.llm.abort_all("the server is shut down")
-        self.should_exit = True
+        self.force_exit = False  # what has ended is sent
+        await super().shutdown(sockets)
+        await asyncio.gather(*self.server_state.tasks, return_exceptions=True)
 
 
 async def serve(args: argparse.Namespace, settings: dict[str, Any], listener: socket.socket) -> int:
     """Serve until a signal, and return the exit code. Raises what `AsyncLLM` does."""
-    name = args.served_model_name or _name(args.model)
+    name = "tiny" if args.model is None else args.model
+    if args.model is not None and Path(args.model).is_dir():
+        name = Path(args.model).name
+    name = args.served_model_name or name
     _print_line(f"loading {name} ...")
     template_file = args.chat_template or (CHAT_TEMPLATE if args.model is None else None)
     template = template_file and template_file.read_text(encoding="utf-8")
     # The loop and the engine share Python's lock. Its default of 5 ms is too long for the loop.
-    sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
+    sys.setswitchinterval(SWITCH_S)
     freeze_gc_heap()
-    max_waiting = args.max_waiting
-    if max_waiting is None:
-        batch = EngineConfig.__dataclass_fields__["max_num_seqs"].default
-        max_waiting = WAITING_BATCHES * settings.get("max_num_seqs", batch)
+    max_num_seqs = settings.get("max_num_seqs", EngineConfig().max_num_seqs)
+    max_waiting = WAITING_BATCHES * max_num_seqs if args.max_waiting is None else args.max_waiting
     llm = await asyncio.to_thread(AsyncLLM, args.model, max_waiting=max_waiting, **settings)
     kv_events = None
     try:
@@ -123,25 +118,16 @@ async def serve(args: argparse.Namespace, settings: dict[str, Any], listener: so
         await asyncio.to_thread(llm.close)
 
 
-def _name(model: str | None) -> str:
-    return "tiny" if model is None else Path(model).name if Path(model).is_dir() else model
-
-
 def _print_addresses(gate: GateConfig, name: str, listener: socket.socket) -> None:
+    """Print where the server is, and which prompts and answers others can read."""
     host, port = listener.getsockname()[:2]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     _print_line(f"{name} is served at http://{address}/v1 until Ctrl-C")
-    _print_line(f"  watch it, and try it, at http://{address}/")
-    _print_line(f"  {_open_access_lines(gate)}")
-
-
-def _open_access_lines(gate: GateConfig) -> str:
-    """Return a line that says which prompts and answers others can read."""
-    if gate.api_key is not None:
-        return "open to the key: every prompt and answer, by GET /events"
-    if gate.is_local:
-        return "no key: programs on this machine can send prompts; each page reads its own only"
-    return "no key: anyone who can reach this machine can send prompts; GET /events is off"
+    own_key = "" if gate.api_key is not None else f"#key={gate.events_key}"
+    _print_line(f"  watch it, and try it, at http://{address}/{own_key}")
+    if gate.api_key is None:
+        who = "programs on this machine" if gate.is_local else "anyone who can reach this machine"
+        _print_line(f"  no --api-key: {who} can send prompts")
 
 
 def _print_line(line: str) -> None:

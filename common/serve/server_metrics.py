@@ -26,28 +26,26 @@ from common.serve.engine_loop import QueueFull
 from request import SamplingParams
 
 _LABELS = ("model_name", "engine")
-_SHORT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20)
-_LONG = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
-_LONG += (1920, 7680)
-_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40)
-_HISTOGRAMS = (
-    ("time_to_first_token_seconds", "From arrival to the first token.", _SHORT),
-    ("inter_token_latency_seconds", "Between two tokens.", _TOKEN),
-    ("request_time_per_output_token_seconds", "Mean time between a request's tokens.", _TOKEN),
-    ("e2e_request_latency_seconds", "From arrival to the last token.", _LONG),
-    ("request_queue_time_seconds", "From arrival to the first step.", _LONG),
-    ("request_prefill_time_seconds", "From the first step to the first token.", _LONG),
-    ("request_decode_time_seconds", "From the first token to the last one.", _LONG),
-    ("request_inference_time_seconds", "From the first step to the last token.", _LONG),
-    ("request_params_n", "`n` of the request.", (1, 2, 5, 10, 20)),
-)
-_TOKEN_HISTOGRAMS = (
-    ("request_prompt_tokens", "Tokens of the prompt."),
-    ("request_generation_tokens", "Tokens generated, of all choices."),
-    ("request_max_num_generation_tokens", "Tokens generated, of the longest choice."),
-    ("request_prefill_kv_computed_tokens", "Tokens of the prompt that were not cached."),
-    ("request_params_max_tokens", "`max_tokens` of the request, or its default."),
-)
+_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 60, 240, 960)
+_TOKENS = [digit * 10**power for power in range(6) for digit in (1, 2, 5)]
+_TIMES = {
+    "time_to_first_token_seconds": "From arrival to the first token.",
+    "inter_token_latency_seconds": "Between two tokens.",
+    "request_time_per_output_token_seconds": "Mean time between a request's tokens.",
+    "e2e_request_latency_seconds": "From arrival to the last token.",
+    "request_queue_time_seconds": "From arrival to the first step.",
+    "request_prefill_time_seconds": "From the first step to the first token.",
+    "request_decode_time_seconds": "From the first token to the last one.",
+    "request_inference_time_seconds": "From the first step to the last token.",
+}
+_COUNTS = {
+    "request_params_n": "`n` of the request.",
+    "request_prompt_tokens": "Tokens of the prompt.",
+    "request_generation_tokens": "Tokens generated, of all choices.",
+    "request_max_num_generation_tokens": "Tokens generated, of the longest choice.",
+    "request_prefill_kv_computed_tokens": "Tokens of the prompt that were not cached.",
+    "request_params_max_tokens": "`max_tokens` of the request, or its default.",
+}
 _REASONS = ("stop", "length", "abort", "error")
 # By vLLM's name: the field of `EngineStats` (None: computed), and the help text.
 _GAUGES = {
@@ -82,13 +80,15 @@ class ServerMetrics:
         self._registry = CollectorRegistry()
         self._registry.register(self)  # pyright: ignore[reportArgumentType]
 
-        counts = _one_two_five(llm.max_model_len)
-        both = [*_HISTOGRAMS, *((name, says, counts) for name, says in _TOKEN_HISTOGRAMS)]
         self._histograms = {
             name: Histogram(
-                f"vllm:{name}", says, _LABELS, buckets=buckets, registry=self._registry
+                f"vllm:{name}",
+                says,
+                _LABELS,
+                buckets=_SECONDS if name in _TIMES else _TOKENS,
+                registry=self._registry,
             ).labels(*self._labels)
-            for name, says, buckets in both
+            for name, says in (_TIMES | _COUNTS).items()
         }
         ended = Counter(
             "vllm:request_success",
@@ -170,33 +170,6 @@ class ServerMetrics:
             metric = family(f"vllm:{name}", says, labels=_LABELS)
             metric.add_metric(self._labels, usage if field is None else getattr(stats, field))
             yield metric
-        if config.takes_adapters:  # as in vLLM, the names are labels, and the value is the time
-            names = {
-                "max_lora": str(config.max_adapters),
-                "waiting_lora_adapters": ",".join(stats.waiting_adapters),
-                "running_lora_adapters": ",".join(stats.running_adapters),
-            }
-            yield _info("vllm:lora_requests_info", "Adapters in use.", names, time.time())
-        about = {
-            "block_size": str(config.block_size),
-            "num_gpu_blocks": str(stats.kv_blocks_total),
-            "gpu_memory_utilization": str(config.gpu_memory_utilization),
-            "enable_prefix_caching": str(config.prefix_cache is not None),
-            "engine": self._labels[1],
-        }
-        yield _info("vllm:cache_config_info", "Always 1: the labels say how it is made.", about, 1)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
-
-
-def _info(name: str, says: str, labels: dict[str, str], value: float) -> Metric:
-    metric = GaugeMetricFamily(name, says, labels=[*labels])
-    metric.add_metric([*labels.values()], value)
-    return metric
-
-
-def _one_two_five(max_value: int) -> list[int]:
-    """Return the buckets 1, 2, 5, 10, ... up to `max_value`."""
-    buckets = [digit * 10**power for power in range(len(str(max_value))) for digit in (1, 2, 5)]
-    return [bucket for bucket in buckets if bucket <= max_value]

@@ -18,16 +18,15 @@ Deltas = AsyncIterator[RequestDelta]
 CLIENT_DISCONNECTED = Response(status_code=499)  # nginx's status for it; no client reads it
 
 
-async def listen_for_disconnect(receive: Receive) -> None:
-    """Wait until the client has disconnected."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 async def unless_disconnected(receive: Receive, awaitable: Awaitable[T]) -> T | None:
     """Return the result of `awaitable`. If the client disconnects first, cancel it and return
     None."""
-    watcher = asyncio.ensure_future(listen_for_disconnect(receive))
+
+    async def disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    watcher = asyncio.ensure_future(disconnect())
     work = asyncio.ensure_future(awaitable)
     try:
         await asyncio.wait({watcher, work}, return_when=asyncio.FIRST_COMPLETED)
@@ -50,45 +49,38 @@ async def close_all(requests: Sequence[AsyncIterator[Any]]) -> None:
         await request.aclose()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-async def gathered(
-    first_deltas: list[RequestDelta], requests: Sequence[Deltas]
-) -> list[RequestDelta]:
+async def gathered(deltas: AsyncIterator[tuple[int, RequestDelta]]) -> list[RequestDelta]:
     """Return each request's deltas merged into one. If one request fails, the others are ended."""
-    async for i, delta in merged(requests):
-        first_deltas[i].extend(delta)
-    return first_deltas
+    totals: dict[int, RequestDelta] = {}
+    async for i, delta in deltas:
+        if i in totals:
+            totals[i].extend(delta)
+        else:
+            totals[i] = delta
+    return [totals[i] for i in range(len(totals))]
 
 
-async def merged(requests: Sequence[Deltas]) -> AsyncIterator[tuple[int, RequestDelta]]:
+async def merged(
+    first_deltas: list[RequestDelta], requests: Sequence[Deltas]
+) -> AsyncIterator[tuple[int, RequestDelta]]:
     """Yield the deltas of all requests as they arrive, each with its request's index."""
+    for i, first in enumerate(first_deltas):
+        yield i, first
     if len(requests) == 1:
         async for delta in requests[0]:
             yield 0, delta
         return
-    # A slow reader holds back one delta; later ones are merged in the request's mailbox.
-    queue = asyncio.Queue[tuple[int, RequestDelta | Exception | None]](1)
-
-    async def pump(i: int, request: Deltas) -> None:
-        try:
-            async for delta in request:
-                await queue.put((i, delta))
-            await queue.put((i, None))
-        except Exception as error:  # only `_end` cancels; an interrupt stops the event loop itself
-            await queue.put((i, error))
-
-    tasks = [asyncio.ensure_future(pump(i, request)) for i, request in enumerate(requests)]
-    num_unfinished = len(tasks)
+    tasks = {asyncio.ensure_future(anext(one, None)): i for i, one in enumerate(requests)}
     try:
-        while num_unfinished:
-            i, delta = await queue.get()
-            if isinstance(delta, Exception):
-                raise delta
-            if delta is None:
-                num_unfinished -= 1
-            else:
-                yield i, delta
+        while tasks:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                i = tasks.pop(task)
+                if (delta := task.result()) is not None:
+                    tasks[asyncio.ensure_future(anext(requests[i], None))] = i
+                    yield i, delta
     finally:
-        await _end(tasks)
+        await _end([*tasks])
 
 
 async def _end(tasks: Sequence[asyncio.Future]) -> None:
@@ -99,25 +91,28 @@ async def _end(tasks: Sequence[asyncio.Future]) -> None:
 
 class EventStream(Response):
     """A response of server-sent events. At its end, however caused, `events` and the underlying
-    `requests` are closed, because a generator that never started does not run its `finally`."""
+    `requests` are closed, because a generator that never started does not run its `finally`.
+
+    Starlette's own streams cancel with anyio's scopes, in which no `finally` can wait."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], requests: Sequence[Deltas] = ()) -> None:
-        super().__init__()
-        self.events = events
-        self.requests = requests
+    def __init__(
+        self, events: AsyncIterator[bytes], requests: Sequence[AsyncIterator[Any]] = ()
+    ) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self.generators = [events, *requests]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
-        headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+            await send(start)
             await unless_disconnected(receive, self._send_all(send))
         finally:
-            await close_all([self.events, *self.requests])
+            await close_all(self.generators)
 
     async def _send_all(self, send: Send) -> None:
-        async for data in self.events:
+        async for data in self.generators[0]:
             await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b""})

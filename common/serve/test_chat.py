@@ -100,23 +100,19 @@ def test_an_error_names_what_is_wrong(template: str, content: Any, words: str) -
 
 
 @pytest.mark.parametrize(
-    ("prompt", "continued", "parser", "expected"),
+    ("prompt", "parser", "expected"),
     [
-        ("user: <think>\nanswer:", None, None, ""),  # the user's words
-        ("answer:<think>\n", None, None, "<think>\n"),
-        ("answer:<think>\n\n</think>\n\n", None, None, "</think>\n\n"),
-        ("answer:", None, "olmo3", "<think>"),  # a model that always thinks
-        ("answer:<think>\na</think>b", "<think>\na</think>b", "olmo3", "</think>b"),
-        ("answer:<think>\nso ", "so ", None, "<think>\nso "),  # the template opens it
-        ("answer:<think>ab", [{"text": "<think>"}, "a", "b"], None, "<think>ab"),
+        ("user: <think>\nanswer:", None, ""),  # the user's words
+        ("answer:<think>\n", None, "<think>\n"),
+        ("answer:<think>\n\n</think>\n\n", None, "</think>\n\n"),
+        ("answer:", "olmo3", "<think>"),  # a model that always thinks
     ],
 )
 def test_where_in_the_prompt_the_answer_begins(
-    prompt: str, continued: Any, parser: str | None, expected: str
+    prompt: str, parser: str | None, expected: str
 ) -> None:
     chat = ChatPrompts(TOKENIZER, EITHER, reasoning_parser=parser)
-    message = None if continued is None else text(continued, "assistant")
-    assert chat.prompt_end(prompt, message) == expected
+    assert chat.prompt_end(prompt) == expected
 
 
 def test_a_parser_that_is_named_decides() -> None:

@@ -287,17 +287,6 @@ LOOKAHEAD = {"type": "object", "properties": {"a": {"type": "string", "pattern":
 LOOKING = FORCED | {"tools": [{"function": {"name": "f", "parameters": LOOKAHEAD}}]}
 WIDE = {"prompt": [[5] * 60] * 14, "n": MAX_N}
 OTHERS: list[tuple[str, dict[str, Any], str | None]] = [
-    (
-        COMPLETIONS,
-        {"prompt": [1, "a"]},
-        "prompt.list[constrained-int].1: ",
-    ),
-    (COMPLETIONS, {"prompt": ["a", 1]}, "prompt.list[str].1: Input should be a valid string"),
-    (
-        COMPLETIONS,
-        {"prompt": [[1], [2, -1]]},
-        "prompt.list[list[constrained-int]].1.1: ",
-    ),
     (COMPLETIONS, {"structured_outputs": {"choice": []}}, "structured_outputs: choice must be"),
     (COMPLETIONS, {"structured_outputs": {"regex": "("}}, "structured_outputs: cannot compile"),
     (CHAT, LOOKING, "tools: can"),

@@ -48,21 +48,28 @@ class Engine:
     ids=["nobody", "who finishes", "who takes too long", "no time", "a second signal"],
 )
 async def test_running_requests_can_finish_in_time(
-    num: int, drain_seconds: float, does_finish: bool, num_signals: int
+    num: int,
+    drain_seconds: float,
+    does_finish: bool,
+    num_signals: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("uvicorn.Server.shutdown", lambda *_: asyncio.sleep(0))
     engine: Any = Engine()
     gate: Any = SimpleNamespace(is_draining=False, num_posts=num)
     server = DrainingServer(engine, gate, drain_seconds)
-    for _ in range(num_signals):
-        server.handle_exit(15, None)
-        assert gate.is_draining and not server.should_exit, "what runs may finish"
-        await asyncio.sleep(0.05)
+    server.handle_exit(15, None)
+    assert server.should_exit
+    shutdown = asyncio.ensure_future(server.shutdown())
+    await asyncio.sleep(0.05)
+    assert gate.is_draining
     if does_finish:
-        assert not server.should_exit and not engine.calls
+        assert not shutdown.done() and not engine.calls, "what runs may finish"
         gate.num_posts = 0
-    for _ in range(200):
-        await asyncio.sleep(0.01 * (not server.should_exit))
-    assert server.should_exit and server.num_cut_short == gate.num_posts
+    for _ in range(num_signals - 1):
+        server.handle_exit(15, None)
+    await asyncio.wait_for(shutdown, 20)
+    assert server.num_cut_short == gate.num_posts
     assert engine.calls == ["aborted: the server is shut down"]
 
 
@@ -142,9 +149,17 @@ def test_a_thread_that_does_not_end_keeps_no_process() -> None:
 @pytest.mark.parametrize(
     ("flags", "name", "printed"),
     [
-        ([], "tiny", "no key: programs on this machine can send prompts; each page reads its own"),
-        (["--api-key=", "--model=a/b", "--host=0.0.0.0"], "a/b", "GET /events is off"),
-        (["--served-model-name=c", "--api-key=k"], "c", "open to the key: every prompt and answer"),
+        ([], "tiny", "no --api-key: programs on this machine can send prompts"),
+        (
+            ["--api-key=", "--model=a/b", "--host=0.0.0.0"],
+            "a/b",
+            "no --api-key: anyone who can reach this machine",
+        ),
+        (
+            ["--served-model-name=c", "--api-key=k"],
+            "c",
+            "watch it, and try it, at http://127.0.0.1:",
+        ),
     ],
 )
 def test_a_model_has_a_name_and_a_line_lists_the_open_endpoints(

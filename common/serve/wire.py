@@ -116,14 +116,10 @@ _FIELDS_OF: dict[str, tuple[str, ...]] = {
 
 
 def _wrong_body(error: ValidationError) -> ApiError:
-    """Return the error that names the wrong field. Where a value can have several forms, each has
-    an error: the one that got furthest in a list is said."""
-    errors = error.errors(include_url=False, include_context=False, include_input=False)
-    furthest = max(errors, key=lambda one: [i for i in one["loc"] if isinstance(i, int)])
-    place = ".".join(map(str, furthest["loc"]))
-    message = furthest["msg"].removeprefix("Value error, ")
-    field = str(furthest["loc"][0]) if place else None
-    return bad(f"{place or 'the body'}: {message}", field)
+    """Return the error that names the wrong field."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    place = ".".join(map(str, first["loc"]))
+    return bad(f"{place or 'the body'}: {first['msg']}", str(first["loc"][0]) if place else None)
 
 
 class StreamOptions(Body):

@@ -58,15 +58,14 @@ def differences(film: dict[str, Any], engine: LLMEngine) -> list[str]:
     recorder = engine.frame_recorder
     if recorder is None or recorder.is_behind:
         return []  # requests that came after the last frame are written with the next step
+    recorder._cached._num_changes = -1  # read again, whatever is remembered
     now = json.loads(json.dumps(recorder.frame()))
     ended = {name for name, row in film["requests"].items() if row.get("finish")}
     unsaid = {"requests": {"prompt_pieces", "number", "order_key"}, "cached": {"by"}}
     found = []
     # An engine's own checks ask such a policy for its order, which counts as a use of the cache.
     is_asked = getattr(getattr(engine.scheduler.waiting, "policy", None), "is_cache_aware", False)
-    for name in (
-        now.keys() - {"pieces", "result"} - ({"evictable", "waiting"} if is_asked else set())
-    ):
+    for name in now.keys() - {"pieces", "result"} - ({"evictable"} if is_asked else set()):
         pair = film[name], now[name]
         if name in ("requests", "computed", "outputs"):
             pair = {key: value for key, value in pair[0].items() if key not in ended}, pair[1]

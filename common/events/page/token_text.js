@@ -1,5 +1,4 @@
 // Tokens as text that a reader can tell apart: blanks, tabs and line breaks are shown.
-const HIDDEN = -1;
 const SIGNS = {" ": "·", "\n": "↵", "\t": "→", "\r": "↵"};
 
 // Frames name draft tokens, and what the cache holds, by their ids alone. A piece of the same id
@@ -25,7 +24,6 @@ const dictionary = Watch.ofFilm((film) => {
 Watch.visible = (piece) => piece.replace(/[ \n\t\r]/g, (blank) => SIGNS[blank]);
 
 Watch.pieceOf = (film, token) => {
-  if (token === HIDDEN) return "▒"; // of a request that the viewer may not read
   const piece = dictionary(film).get(token);
   return piece === undefined ? `#${token}` : Watch.visible(piece);
 };

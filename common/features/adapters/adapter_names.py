@@ -9,7 +9,7 @@ See 04_scheduler/beyond/ADAPTERS.md"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -80,18 +80,6 @@ class AdapterNames:
         for name, digest in list(self._digests.items()):
             found.setdefault(digest, []).append(name)
         return found
-
-    def in_use(self, running: Container[str]) -> tuple[list[str], list[str]]:
-        """Return the (first) names of the adapters that running requests use, and waiting
-        ones."""
-        in_running = []
-        in_waiting = []
-        for digest, users in list(self._users.items()):  # steps may run in another thread
-            name = self.by_digest.get(digest, [digest])[0]
-            are_running = {user in running for user in tuple(users)}
-            in_running += [name] * (True in are_running)
-            in_waiting += [name] * (False in are_running)
-        return in_running, in_waiting
 
     def on_add(self, request: Request) -> None:
         if (digest := request.features.get("adapter")) is not None:

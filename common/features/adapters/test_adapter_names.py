@@ -80,8 +80,6 @@ def test_content_is_there_while_a_name_or_a_request_has_it(seed: int) -> None:
         assert loader.there >= wanted
         assert loader.there == wanted or act in ("load", "interrupt", "add")
         assert {name: names.digest_of(name) for name in names.names} == digests
-        said = {next((n for n in digests if digests[n] == one), one) for one in used}
-        assert [set(part) for part in names.in_use(users)] == [said, set()]
 
 
 class Ranks:

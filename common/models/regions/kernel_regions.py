@@ -28,7 +28,7 @@ from common.models.linear import Linear
 from common.models.regions.regions import FusedRegions
 from kernel_launch import TRITON_TYPES, AttentionShape, Launch
 from paged_attention import AttentionPlan
-from paged_attention_triton import check_caches, next_power_of_2
+from paged_attention_triton import next_power_of_2
 from triton_or_none import jit_for_any, tl
 
 HEADS_AT_ONCE = 8  # in a program of `_rotate_and_write_kernel`
@@ -220,7 +220,6 @@ class KernelRegions(FusedRegions):
     ) -> torch.Tensor:
         """Norm, rotate and write to the cache directly: `plan.write_kv` is not called. The caches
         can have either memory order."""
-        check_caches(key_cache, value_cache)
         table, positions = rotary
         num_tokens, num_all_heads, head_dim = qkv.shape
         block_size, num_kv_heads = key_cache.shape[1:3]

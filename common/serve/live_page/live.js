@@ -11,7 +11,8 @@ Watch.words({
   "live.off": ["This server does not show its engine: {why}.", "此服务器不显示引擎：{why}。"],
   "live.full": ["This film has {n} steps and ends here. “Live” begins another.",
     "影片已有 {n} 步，到此为止。点“实时”重新开始。"],
-  "live.key": ["The server wants an API key.", "服务器需要 API 密钥。"],
+  "live.key": ["The server wants an API key, or that of the address which it has printed.",
+    "服务器需要 API 密钥，或它打印的地址里的密钥。"],
   "live.wrong_key": ["This API key is wrong.", "API 密钥不正确。"],
   "live.gone": ["it does not answer.", "没有应答。"],
 });
@@ -22,23 +23,18 @@ const HIDDEN_MS = 30_000; // nobody looks at a tab that is hidden for so long
 
 // -- asking the server
 
-let key = sessionStorage.getItem("key") ?? ""; // for this tab only
+// For this tab only. Without an API key, the address that the server prints has one.
+const printed = new URLSearchParams(location.hash.slice(1)).get("key");
+let key = printed ?? sessionStorage.getItem("key") ?? "";
 Watch.setKey = (given) => {
   key = given;
   sessionStorage.setItem("key", key);
   wake();
 };
 
-// Whose texts the events show: those of the requests that are sent with the same token.
-const token = sessionStorage.getItem("watch-token")
-  ?? Array.from(crypto.getRandomValues(new Uint32Array(4)),
-    (n) => n.toString(16).padStart(8, "0")).join("");
-sessionStorage.setItem("watch-token", token); // for this tab, and for what it is after a reload
-
 // The answer, if it is one. Throws what the server says.
 Watch.ask = async (path, options = {}) => {
-  const headers = {...options.headers, "X-Watch-Token": token,
-    ...(key && {Authorization: `Bearer ${key}`})};
+  const headers = {...options.headers, ...(key && {Authorization: `Bearer ${key}`})};
   const answer = await fetch(path, {cache: "no-store", ...options, headers});
   if (answer.ok) return answer;
   const {status} = answer;
@@ -120,7 +116,7 @@ Watch.live = async () => {
   Watch.files.tell(() => t("live.connecting"));
   for (;;) {
     let wait = AGAIN_MS;
-    const given = key;
+    const tried = key;
     try {
       await read();
     } catch (error) {
@@ -128,9 +124,9 @@ Watch.live = async () => {
         wait = isFull || document.hidden ? null : 0;
         if (isFull) Watch.files.tell(() => t("live.full", {n: Watch.numSteps()}));
       } else if (error.status === 401) {
-        wait = key === given ? null : 0; // else another one has been given in the meantime
-        Watch.files.tell(() => t(given ? "live.wrong_key" : "live.key"));
-        Watch.playground.askForKey(given !== "");
+        wait = key === tried ? null : 0; // else another one has been given in the meantime
+        Watch.files.tell(() => t(tried ? "live.wrong_key" : "live.key"));
+        Watch.playground.askForKey(tried !== "");
       } else {
         const isOff = error.status === 403;
         const why = error instanceof TypeError ? () => t("live.gone") : () => error.message;

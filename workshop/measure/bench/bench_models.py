@@ -49,7 +49,7 @@ def make_twin(loaded: LoadedModel) -> Qwen3ForCausalLM:
     config = loaded.config
     with torch.device("meta"):
         twin = Qwen3ForCausalLM(_hf_config(config))
-    weights = {name: stored(t) for name, t in loaded.model.checkpoint_tensors().items()}
+    weights = {n: stored(n, t, loaded.config) for n, t in loaded.model.checkpoint_tensors().items()}
     embedding = weights["model.embed_tokens.weight"]
     weights.setdefault("lm_head.weight", embedding)
     twin.load_state_dict(weights, strict=True, assign=True)

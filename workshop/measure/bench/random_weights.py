@@ -70,9 +70,9 @@ def random_model(
     return LoadedModel(decoder, config, config.eos_token_ids)
 
 
-def stored(tensor: CheckpointTensor) -> torch.Tensor:
+def stored(name: str, tensor: CheckpointTensor, config: ModelConfig) -> torch.Tensor:
     """A tensor's checkpoint form: a norm that we hold once per head is one tensor there."""
     assert tensor.target is not None  # no other process has a part of this model
     is_per_head = tuple(tensor.target.shape) != tensor.shape
     held = tensor.target[0] if is_per_head else tensor.target
-    return held - tensor.offset if tensor.offset else held  # a copy only where needed
+    return held - config.norm_offset if name.endswith("norm.weight") else held

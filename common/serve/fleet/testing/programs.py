@@ -89,10 +89,9 @@ class Program:
             self.kill()
 
 
-def start_server(*flags: str, module: str = "common.serve") -> Program:
-    """Start a server. `module` can be another program with a `--port`, such as the proxy."""
+def start_server(*flags: str) -> Program:
     port = free_port()
-    return Program([sys.executable, "-m", module, "--port", str(port), *flags], port)
+    return Program([sys.executable, "-m", "common.serve", "--port", str(port), *flags], port)
 
 
 def start_router(*flags: str) -> Program:
