@@ -37,7 +37,6 @@ from typing import (
 
 import torch
 from pydantic import AfterValidator, ConfigDict, Field, PositiveInt, TypeAdapter, ValidationError
-from pydantic_core import PydanticCustomError
 
 from policies import POLICIES, SchedulePolicy, get_policy
 from request import require
@@ -105,9 +104,7 @@ def _part(path: str) -> Any:
 
     def check(value: object) -> object:
         if isinstance(value, type) or not isinstance(value, resolve_name(path)):
-            raise PydanticCustomError(
-                "part", "Input should be an instance of {path}", {"path": path}
-            )
+            raise ValueError(f"should be an instance of {path}")
         return value
 
     return Annotated[Any, AfterValidator(check)]

@@ -126,13 +126,14 @@ def test_latencies_are_the_gaps_between_tokens_of_each_sample(shipped_tokenizer)
     step(second, 1, 16.0)
     step(first, 3, 17.0)  # three at once: the first waited, the others did not
     step(second, 1, 18.0)
+    step(first, 1, 19.0)
     assert metrics.queue_time == 1.0
     assert metrics.time_to_first_token == 3.0
-    assert metrics.inter_token_latencies == [4.0, 0.0, 0.0, 2.0]
-    assert metrics.last_token_time == 18.0
+    assert metrics.inter_token_latencies == [4.0, 0.0, 0.0, 2.0, 2.0]
+    assert metrics.last_token_time == 19.0
     first.request.num_preemptions = 2
     second.request.num_preemptions = 1
     output = group.output()
     assert output.metrics.num_preemptions == 3 and not output.finished
-    assert len(output.outputs[0].text) == 4 * len(shipped_tokenizer.decode([7]))
+    assert len(output.outputs[0].text) == 5 * len(shipped_tokenizer.decode([7]))
     assert "metrics" not in repr(RequestOutput("r", "a", [5], [], True, metrics)), "no clocks"

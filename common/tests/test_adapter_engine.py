@@ -113,6 +113,8 @@ def test_cached_kv_is_an_adapters_by_its_content_and_not_by_its_name(
     assert num_cached("first", "everything") == 0
     assert num_cached("same", "attention") > 0 and num_cached(None, None) > 0
     assert not has_tier or engine.parts.connector.host.num_read > 0
+    engine.unload_adapter("same")
+    assert len(engine.parts.runner.adapters.taken) == 1, "who used the other one has ended"
     engine.close()
 
 
