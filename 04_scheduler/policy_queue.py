@@ -101,8 +101,9 @@ class PolicyQueue(RequestQueue):
 
     def key_of(self, request: Request) -> Any:
         """The key that the policy returned when the request arrived; None for a request that is not
-        sorted by a key."""
-        return self._entries[request.request_id].key
+        in the queue, or not sorted by a key."""
+        entry = self._entries.get(request.request_id)
+        return None if entry is None else entry.key
 
     def is_aged(self, request: Request, num_leaving: int = 0) -> bool:
         """Whether no other request may overtake this one any longer, after `num_leaving` others
