@@ -151,13 +151,15 @@ class PreemptiveScheduler(BaseScheduler):
         return sum(num_tokens(request) for num_tokens in self.hooks["num_optional_tokens"])
 
     def allocate_optional(self, request: Request, num_optional: int) -> int:
-        """Allocate memory for a decode's next token, and for optional ones after it if there is
-        memory for all `num_optional` of them. No request is preempted for them. Returns how many
-        optional tokens got memory."""
+        """Allocate memory for a decode's next token and `num_optional` ones after it, if there is
+        memory for all of them. No request is preempted for them. Returns how many optional tokens
+        got memory."""
         end = request.num_computed_tokens + 1 + num_optional
         slots = [num_slots(request, end) for num_slots in self.hooks["num_optional_slots"]]
         num_slots = max(slots, default=0)
-        if self.kv_memory.allocate_slots(request, 1 + num_optional, num_slots):
+        if (num_optional or num_slots) and self.kv_memory.allocate_slots(
+            request, 1 + num_optional, num_slots
+        ):
             return num_optional
         return 0
 

@@ -4,6 +4,7 @@ them, and what becomes of errors."""
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,6 +124,18 @@ def test_an_error_ends_all_steps_in_flight_and_the_loop_goes_on(
     loop.add("d", 2)
     loop.run()
     assert loop.outputs["d"] == [1, 2]
+
+
+def test_an_empty_plan_ends_the_filling_although_there_is_work() -> None:
+    """A request whose KV is being loaded: planning again would find the same."""
+    plans = iter([SchedulerOutput()] * 2)
+    scheduler: Any = SimpleNamespace(
+        schedule=lambda: next(plans), update_from_output=lambda plan, output: []
+    )
+    in_flight: Any = SimpleNamespace(has_work=True)
+    core = OverlappedEngineCore(scheduler, QueuedRunner(OneToken()), in_flight, 2)
+    assert core.step() == [] and not core.in_flight
+    assert core.step() == []
 
 
 # -- the threads
