@@ -150,7 +150,8 @@ class GroupedChaos(Chaos):
             num_cached = memory.cache.num_cached_blocks
             memory.cache_blocks(request, start if self.is_late else stop)
             is_quiet = memory.cache.num_cached_blocks == num_cached
-            assert is_quiet or request.request_id not in self.untrusted, "it goes on publishing"
+            may_not_share = self.untrusted | memory._reserved_ends.keys()
+            assert is_quiet or request.request_id not in may_not_share, "it publishes"
             if stop == request.num_tokens:
                 request.append_output_token(self.pick(0, 1))
         self.plan.clear()
