@@ -147,6 +147,14 @@ def test_a_tied_matrix_may_have_either_name_or_both_and_is_one_parameter(naming,
     assert model.lm_head.weight is model.embed_weight
 
 
+@pytest.mark.net
+def test_a_tied_matrix_that_is_stored_twice_and_differs_is_refused(tmp_path):
+    path = save_case("qwen2", tmp_path)
+    edit_weights(path, lambda t: t.update({HEAD: t[EMBEDDING] + 1}))
+    with pytest.raises(ValueError, match="tie_word_embeddings must be false"):
+        load_model(path)
+
+
 def test_shards_give_the_weights_of_the_single_file(checkpoint, tmp_path):
     before = state(checkpoint)
     path = tmp_path / "sharded"
