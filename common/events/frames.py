@@ -23,7 +23,7 @@ A frame, with every id of a block as a string where it is a key:
     tables              by id: block tables by group of layers; 0 is an entry that was released
     free, refs          free blocks, the next to be allocated first; references of the others
     cached, evictable   by block: its content; cached blocks without a user, the next victim first
-    loads, loaded       KV that is being loaded, by request; loaded blocks so far, by source
+    loads, loaded       KV that is being loaded, by request; blocks that tiers have loaded, by tier
     in_flight           plans without results, the oldest first
     result              of the step that ended last
 

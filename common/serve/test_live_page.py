@@ -274,7 +274,8 @@ def test_only_so_many_may_look_and_none_where_the_run_is_recorded_elsewhere(
     found = asyncio.run_coroutine_threadsafe(three(), tight.loop).result(20)
     assert found == [EventStream, EventStream, ApiError]
     monkeypatch.setattr(tight.llm, "config", replace(tight.llm.config, events="run.jsonl"))
-    status, _, content = tight.request("GET", "/events")
+    key = {"Authorization": f"Bearer {gate_of(tight).config.events_key}"}
+    status, _, content = tight.request("GET", "/events", headers=key)
     assert status == 409 and "elsewhere" in json.loads(content)["error"]["message"]
 
 
