@@ -92,7 +92,7 @@ class Compiled(Attention):
         function = attend_rows
         if self.make_function is not None:
             case.tolerance = TOLERANCE
-        function = self.make_function(num_heads, case.key_cache)
+            function = self.make_function(num_heads, case.key_cache)
 
         def attend(query, key_cache, value_cache, rows, *rest):
             self.num_rows.append(len(rows.tokens))

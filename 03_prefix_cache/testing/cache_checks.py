@@ -159,7 +159,9 @@ def check_published(manager: CachedKVCacheManager, requests: list[Request]) -> N
         for index, block in enumerate(table.blocks):
             is_cached = manager.cache.owns(block)
             is_shared = is_cached or state is None
-            assert is_shared or index >= state.num_published, f"{request_id!r} lost {block}"
+            assert state is None or is_cached or index >= state.num_published, (
+                f"{request_id!r} lost {block}"
+            )
             place = ("shared" if is_shared else request_id, index)
             assert places.setdefault(block.block_id, place) == place, (request_id, place)
     paths = {prefix.block.block_id: prefix for prefix in cached_prefixes(manager.cache)}
@@ -187,6 +189,7 @@ def check_windows(memory: GroupedKVMemory, requests: list[Request]) -> None:
 
 
 def check_published_in_groups(memory: GroupedKVMemory, requests: list[Request]) -> None:
+    assert memory.cache is not None
     assert memory._num_published.keys() <= memory.groups[0]._tables.keys(), "without tables"
     places: dict[int, tuple[object, int, int]] = {}
     for name in memory.groups[0]._tables:

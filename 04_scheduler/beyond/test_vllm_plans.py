@@ -48,9 +48,9 @@ def replay(run: dict[str, Any], **options: Any) -> Iterator[Plan]:
     """Yield the plans of chapter 4's scheduler with this run's limits, for as many steps as vLLM
     needed."""
     scheduler = Scheduler(
-        run["max_num_seqs"],
-        run["max_num_batched_tokens"],
-        run["num_usable_blocks"] + 1,
+        max_num_seqs=run["max_num_seqs"],
+        max_num_batched_tokens=run["max_num_batched_tokens"],
+        num_gpu_blocks=run["num_usable_blocks"] + 1,
         block_size=run["block_size"],
         chunk_policy=ChunkToBudget(),
         watermark=0.0,

@@ -140,6 +140,10 @@ class ModelConfig:
         if activation not in _ACTIVATIONS:
             raise refused(act_field, activation, f"be {' or '.join(_ACTIVATIONS)}")
         have_own_rope = _WITH_WINDOW in hf.rope_parameters  # layers with a window
+        for name in sorted(hf.rope_parameters.keys() - {_FULL, _WITH_WINDOW}):
+            if have_own_rope:
+                value = hf.rope_parameters[name]
+                raise refused(f"rope_parameters: {name}", value, f"be in {_FULL}")
         rope = _rope(hf, _FULL if have_own_rope else None)
         if rope.rope_type == "yarn":  # as in vLLM: the file's length may be the one without it
             yarn = hf.rope_parameters.get(_FULL, hf.rope_parameters)

@@ -88,10 +88,10 @@ class Index:
 
 def prefixes_of(cache: PrefixCache) -> set[tuple]:
     found = set()
-    for keys, tokens, _ in cached_prefixes(cache):
-        named = {tag: value.removeprefix("str:") for tag, value in keys}
+    for prefix in cached_prefixes(cache):
+        named = {tag: value.removeprefix("str:") for tag, value in prefix.extra_keys}
         salts = [named["salt"]] if "salt" in named else []
-        found.add((named.get("lora"), *salts, tokens))
+        found.add((named.get("lora"), *salts, prefix.token_ids))
     return found
 
 
