@@ -40,7 +40,7 @@ class GateConfig:
     allowed_hosts: tuple[str, ...] = ()  # additional names: of a proxy, of a container's host
     allowed_origins: tuple[str, ...] = ()  # of pages that may send requests; "*": all pages
     metrics_need_key: bool = True
-    # Of `/events` without an `api_key`: for who reads what the server has printed.
+    # Opens `/events`, with everybody's prompts, and the rest: for who reads what the server prints.
     events_key: str = field(default_factory=secrets.token_urlsafe, compare=False, repr=False)
 
     @property
@@ -109,13 +109,13 @@ class Gate:
             raise ApiError(503, "the server is being shut down and takes no new requests")
         # The page has no data, and asks for the key.
         is_free = path in ("/", "/health") or (path == "/metrics" and not config.metrics_need_key)
-        key = config.api_key
-        if key is None and path == "/events":
-            key = config.events_key
-        if key is not None and not is_free:
+        keys = [config.events_key]
+        if path != "/events" and config.api_key is not None:
+            keys.append(config.api_key)
+        if path == "/events" or (config.api_key is not None and not is_free):
             scheme, _, given = headers.get("authorization", "").partition(" ")
-            is_key = hmac.compare_digest(given.encode("latin-1"), key.encode())
-            if scheme.lower() != "bearer" or not is_key:
+            is_key = [hmac.compare_digest(given.encode("latin-1"), key.encode()) for key in keys]
+            if scheme.lower() != "bearer" or not any(is_key):
                 raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
         host = headers.get("host", "")
         name = (host if host.endswith("]") else host.rsplit(":", 1)[0]).lower()

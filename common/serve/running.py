@@ -123,8 +123,7 @@ def _print_addresses(gate: GateConfig, name: str, listener: socket.socket) -> No
     host, port = listener.getsockname()[:2]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     _print_line(f"{name} is served at http://{address}/v1 until Ctrl-C")
-    own_key = "" if gate.api_key is not None else f"#key={gate.events_key}"
-    _print_line(f"  watch it, and try it, at http://{address}/{own_key}")
+    _print_line(f"  watch it, and try it, at http://{address}/#key={gate.events_key}")
     if gate.api_key is None:
         who = "programs on this machine" if gate.is_local else "anyone who can reach this machine"
         _print_line(f"  no --api-key: {who} can send prompts")

@@ -80,11 +80,12 @@ ADMITTED: list[tuple[GateConfig, dict[str, str], str, int]] = [
     *((GateConfig(own), {"host": "evil.example"}, "GET /", 403) for own in ("::1", "127.0.0.7")),
     *((GateConfig(own), MY, "GET /", 204) for own in ("0.0.0.0", "::")),
     (OTHERS, DOCKER, COMPLETIONS, 204),
-    # trap 86: events need a key, that of the server's own address if there is no other
+    # trap 86: events need the key of the address that the server prints, and no other
     *((GateConfig(host), JSON, "GET /events", 401) for host in ("0.0.0.0", "127.0.0.1")),
     (GateConfig(events_key="own"), bearer("Bearer own"), "GET /events", 204),
-    (GateConfig(api_key="k", events_key="own"), bearer("Bearer own"), "GET /events", 401),
-    (OWN, bearer("Bearer k"), "GET /events", 204),
+    (GateConfig(api_key="k", events_key="own"), bearer("Bearer own"), "GET /events", 204),
+    (GateConfig(api_key="k", events_key="own"), bearer("Bearer own"), "GET /v1/models", 204),
+    (OWN, bearer("Bearer k"), "GET /events", 401),
     (OTHERS, DOCKER, "GET /events", 401),
     # by its key, but at health and by the page
     *((KEY, JSON, f"GET {path}", 204) for path in ("/health", "/")),
@@ -94,8 +95,8 @@ ADMITTED: list[tuple[GateConfig, dict[str, str], str, int]] = [
     *((OPEN_METRICS, JSON, f"GET {path}", 401) for path in ("/v1/models", "/events")),
     *((KEY, bearer(f"{name} k"), "GET /metrics", 204) for name in ("Bearer", "bearer", "BEARER")),
     *((KEY, bearer(wrong), "GET /metrics", 401) for wrong in WRONG),
-    (GateConfig("::", "schlüssel"), bearer("Bearer schlüssel"), "GET /events", 204),
-    (GateConfig("::", "plain"), bearer("Bearer schlüssel"), "GET /events", 401),
+    (GateConfig("::", "schlüssel"), bearer("Bearer schlüssel"), "GET /v1/models", 204),
+    (GateConfig("::", "plain"), bearer("Bearer schlüssel"), "GET /v1/models", 401),
     # from another page, where something is done or shown
     *((ANYWHERE, MY | {"origin": f"{s}://my.name:8"}, "GET /", 204) for s in ("http", "https")),
     (ANYWHERE, MY | {"origin": "http://my.name"}, "GET /", 403),

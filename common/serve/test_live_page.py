@@ -224,13 +224,12 @@ KEY = {"Authorization": "Bearer secret"}
 def test_with_the_key_everything_is_read_until_the_end(
     keyed: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    onlookers = [Onlooker(keyed, **KEY)]
+    onlookers = [Onlooker(keyed)]
     keyed.request("POST", "/v1/completions", {"prompt": "said by some", "max_tokens": 2}, KEY)
     wait_for(lambda: all('"finish":' in "".join(o.lines) for o in onlookers))
     rows = [row for o in onlookers for row in o.film().requests().values()]
     assert ["".join(row["prompt_pieces"]) for row in rows] == ["said by some"]
-    own_key = {"Authorization": f"Bearer {gate_of(keyed).config.events_key}"}
-    for headers in ({}, own_key):
+    for headers in ({}, KEY):
         assert keyed.request("GET", "/events", headers=headers)[0] == 401
     live = keyed.app.state.server.live
     long = EIGHT | {"max_tokens": 500}
@@ -293,7 +292,9 @@ def open_tab(tight: Running, browser: Browser, unwatched: None) -> Iterator[Call
     contexts = []
     complaints = list[str]()
 
-    def _open(server: Running = tight, path: str = "/", may_be_refused: bool = False) -> Page:
+    def _open(
+        server: Running = tight, path: str = "/", may_be_refused: bool = False, has_key: bool = True
+    ) -> Page:
         context = browser.new_context(locale=LOCALES["en"], viewport={"width": 1280, "height": 800})
         context.set_default_timeout(LIMIT_MS)
         contexts.append(context)
@@ -304,7 +305,7 @@ def open_tab(tight: Running, browser: Browser, unwatched: None) -> Iterator[Call
         else:  # a browser complains of each answer that is an error
             page.on("console", lambda message: _note_console(message, complaints))
         gate = gate_of(server).config
-        page.goto(f"{server.url}{path}" + ("" if gate.api_key else f"#key={gate.events_key}"))
+        page.goto(f"{server.url}{path}" + (f"#key={gate.events_key}" if has_key else ""))
         if server is tight:
             until(page, "Watch.store.films.length === 1")
         return page
@@ -376,13 +377,13 @@ def test_the_page_asks_for_the_key_once(keyed: Running, open_tab: Callable[..., 
         page.evaluate("new Promise(requestAnimationFrame)")
         assert not requested
 
-    page = open_tab(keyed, may_be_refused=True)
-    is_quiet("wants an API key")
-    for key in "wrong", "secret":
+    page = open_tab(keyed, may_be_refused=True, has_key=False)
+    is_quiet("wants the key")
+    for key in "wrong", gate_of(keyed).config.events_key:
         page.fill(".key-form input", key)
         page.click(".key-form button")
         if key == "wrong":
-            is_quiet("This API key is wrong")
+            is_quiet("This key is wrong")
     for _ in range(2):
         until(page, "Watch.store.films.length === 1")
         expect(page.locator(".key-form")).to_be_hidden()

@@ -11,9 +11,9 @@ Watch.words({
   "live.off": ["This server does not show its engine: {why}.", "此服务器不显示引擎：{why}。"],
   "live.full": ["This film has {n} steps and ends here. “Live” begins another.",
     "影片已有 {n} 步，到此为止。点“实时”重新开始。"],
-  "live.key": ["The server wants an API key, or that of the address which it has printed.",
-    "服务器需要 API 密钥，或它打印的地址里的密钥。"],
-  "live.wrong_key": ["This API key is wrong.", "API 密钥不正确。"],
+  "live.key": ["The server wants the key of the address that it has printed.",
+    "服务器需要它打印的地址里的密钥。"],
+  "live.wrong_key": ["This key is wrong.", "密钥不正确。"],
   "live.gone": ["it does not answer.", "没有应答。"],
 });
 const MAX_STEPS = 2000; // of a film, which a browser has to keep
@@ -23,7 +23,7 @@ const HIDDEN_MS = 30_000; // nobody looks at a tab that is hidden for so long
 
 // -- asking the server
 
-// For this tab only. Without an API key, the address that the server prints has one.
+// For this tab only: that of the address which the server prints.
 const printed = new URLSearchParams(location.hash.slice(1)).get("key");
 let key = printed ?? sessionStorage.getItem("key") ?? "";
 Watch.setKey = (given) => {

@@ -19,7 +19,7 @@ Watch.words({
   "play.schema.tool": ["JSON schema of the tool's arguments", "工具参数的 JSON schema"],
   "play.run": ["Run", "运行"],
   "play.stop": ["Stop", "停止"],
-  "play.key": ["API key", "API 密钥"],
+  "play.key": ["Key", "密钥"],
   "play.use": ["Use it", "使用"],
   "play.no_number": ["{name} must be a number, got “{given}”.", "{name} 必须是数字，收到的是“{given}”。"],
   "play.no_json": ["The schema is no JSON: {why}", "schema 不是 JSON：{why}"],
