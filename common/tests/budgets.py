@@ -17,15 +17,15 @@ from common.tests.house import House
 # chapters' text tables too. Words are those of Markdown, in both languages.
 KINDS = ("code tokens", "test tokens", "test lines", "page lines", "table lines", "words")
 BUDGETS = {
-    ".": (130, 2300, 360, 0, 0, 26_000),
-    "01_batching": (12_400, 13_100, 1550, 0, 0, 8100),
-    "02_paged_kv": (21_500, 13_800, 1650, 0, 0, 9350),
-    "03_prefix_cache": (23_800, 30_600, 3550, 0, 0, 9800),
-    "04_scheduler": (15_900, 25_900, 2950, 0, 0, 13_700),
-    "05_spec_decode": (11_200, 19_300, 2200, 0, 0, 6750),
-    "06_chunked_prefill": (6550, 10_100, 1200, 0, 0, 5750),
-    "common": (119_600, 152_900, 17_800, 5550, 70, 13_700),
-    "workshop": (77_800, 39_300, 5100, 740, 4250, 4100),
+    ".": (130, 2300, 360, 0, 0, 26_200),
+    "01_batching": (10_800, 12_700, 1500, 0, 0, 8100),
+    "02_paged_kv": (18_000, 14_100, 1700, 0, 0, 9300),
+    "03_prefix_cache": (19_100, 31_300, 3650, 0, 0, 9850),
+    "04_scheduler": (12_500, 25_800, 3000, 0, 0, 13_700),
+    "05_spec_decode": (9950, 19_100, 2200, 0, 0, 6750),
+    "06_chunked_prefill": (4550, 8250, 950, 0, 0, 5700),
+    "common": (99_600, 146_800, 17_400, 5550, 70, 13_600),
+    "workshop": (74_600, 38_000, 4950, 740, 3700, 3900),
 }
 LOADED_LINES = 12_540  # of what a default `LLM()` loads, docstrings and the pages they name too
 F_START, F_END = (getattr(tokenize, f"FSTRING_{name}", -1) for name in ("START", "END"))

@@ -27,7 +27,7 @@ def test_no_kernel_spills_and_all_fit_and_use_the_tensor_cores() -> None:
     command = [sys.executable, "-m", "workshop.resources", "16"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert int(result.stdout.split()[0]) >= 20 and "[80, 90, 100]" in result.stdout
+    assert int(result.stdout.split()[0]) >= 15 and "[80, 90, 100]" in result.stdout
 
 
 COMPLAINTS = [  # a change, and what is said
