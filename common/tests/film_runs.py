@@ -73,6 +73,8 @@ def differences(film: dict[str, Any], engine: LLMEngine) -> list[str]:
             pair = [{key: without(row, hidden) for key, row in rows.items()} for rows in pair]
         if name == "in_flight":
             pair = [list(plans) for plans in pair]
+        if name == "loaded":  # tiers are read in another thread, after the frame too
+            pair = [{t: min(n, now[name].get(t, 0)) for t, n in film[name].items()}, film[name]]
         if pair[0] != pair[1]:
             found.append(f"{name}: the film has {pair[0]}, the engine {pair[1]}")
     return found
