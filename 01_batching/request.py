@@ -160,7 +160,12 @@ def _is_integer(value: object) -> TypeGuard[int]:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+    try:
+        return (
+            isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(float(value))
+        )
+    except OverflowError:  # of an integer
+        return False
 
 
 class RequestStatus(IntEnum):

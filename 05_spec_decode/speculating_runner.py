@@ -47,10 +47,10 @@ class SpeculatingRunner:
         output = self.runner.execute(plan).wait()
         clock = StepTimer()
         self._append(output.token_ids)
-        drafts = self._propose(plan, output)
-        for req_id, tokens in drafts.items():
-            del tokens[self.num_possible(req_id, tokens) :]
-        output.draft_token_ids = {req_id: tokens for req_id, tokens in drafts.items() if tokens}
+        for req_id, drafts in self._propose(plan, output).items():
+            tokens = list(drafts)
+            if kept := tokens[: self.num_possible(req_id, tokens)]:
+                output.draft_token_ids[req_id] = kept
         clock.lap("propose_ms")
         output.times |= clock.ms
         return FinishedStep(output)

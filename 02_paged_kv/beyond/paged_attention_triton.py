@@ -76,6 +76,7 @@ MAX_HEAD_DIM = 256
 SHORT_ROWS = 16  # query tokens x heads that share a KV head; more is a long query
 SPLIT_KEYS = 256  # keys per split of a short query; with fewer, merging costs more than it gains
 NUM_MULTIPROCESSORS = 132  # that should have work; querying the device is not worth it
+MAX_SCRATCH_BYTES = 256 << 20  # with longer splits, if there would be more
 MAX_PROGRAMS = 128 * NUM_MULTIPROCESSORS  # of a launch; one without work costs about a nanosecond
 SPLITS_AT_ONCE = 16  # loaded by the merging kernel at a time
 # Query rows and keys per tile, and warps, for head_dim up to 64, 128 and 256. The largest that the
@@ -384,6 +385,9 @@ class RangePlan:
             num_keys = int(query_lens @ seq_lens) * shape.num_kv_heads // tile_tokens
             num_splits = triton.cdiv(max_seq_len, max(SPLIT_KEYS, num_keys // NUM_MULTIPROCESSORS))
             split_len = max(SPLIT_KEYS, triton.cdiv(max_seq_len, num_splits))
+        row_bytes = 4 * self.num_tokens * shape.num_heads * shape.head_dim
+        max_splits = max(1, MAX_SCRATCH_BYTES // row_bytes)
+        split_len = max(split_len, triton.cdiv(max_seq_len, max_splits))
         self.split_len = triton.cdiv(split_len, tile_keys) * tile_keys
         self.max_splits = triton.cdiv(max_seq_len, self.split_len)
         num_tiles = int(starts[-1]) // tile_tokens - self.first_token // tile_tokens + self.num_seqs

@@ -25,6 +25,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from kv_store import KVStore, make_record, open_record
@@ -124,11 +125,15 @@ class DiskTier(HostTier):
         super().__init__(max_blocks)
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        # Other files are the user's.
-        files = [file for file in self.folder.iterdir() if _BLOCK_FILE.fullmatch(file.name)]
-        files.sort(key=lambda file: file.stat().st_mtime_ns)
+        ages: dict[Path, int] = {}
+        for file in self.folder.iterdir():
+            if _BLOCK_FILE.fullmatch(file.name):  # other files are the user's
+                with suppress(OSError):  # another engine has dropped it
+                    ages[file] = file.stat().st_mtime_ns
+        files = sorted(ages, key=ages.__getitem__)
         for file in files[:-max_blocks]:
-            file.unlink(missing_ok=True)
+            with suppress(OSError):
+                file.unlink()
         for file in files[-max_blocks:]:
             block_hash = bytes.fromhex(file.stem)
             self._kept[block_hash] = (block_hash, ()), b""

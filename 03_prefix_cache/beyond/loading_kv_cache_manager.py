@@ -189,8 +189,11 @@ class LoadingKVCacheManager(CachedKVCacheManager):
             logger.exception("the connector failed when %r ended", request.request_id)
 
     def clear(self) -> None:
-        for request_id in {*self.loads, *self._num_local}:
-            self.connector.cancel_load(request_id)
+        try:
+            for request_id in {*self.loads, *self._num_local}:
+                self.connector.cancel_load(request_id)
+        except Exception:  # every later call would raise it again
+            logger.exception("the connector failed when it was to begin anew")
         self.loads.clear()
         self._num_local.clear()
         super().clear()

@@ -768,7 +768,9 @@ def make_cache(config: EngineConfig, pool: BlockPool, listener: Any) -> PrefixCa
     assert kind is not None
     cache = kind(pool=pool, block_size=block_size, listener=listener)
     is_ours = isinstance(cache, PrefixCache) and cache.pool is pool
-    require(is_ours, "prefix_cache", cache, "a function that makes a PrefixCache over the pool")
+    is_ours = is_ours and cache.block_size == block_size and cache.listener is listener
+    allowed = "a function that makes a PrefixCache of the given pool, block_size and listener"
+    require(is_ours, "prefix_cache", cache, allowed)
     return cache
 
 

@@ -91,9 +91,13 @@ class FrameRecorder:
         self._received: dict[str, Any] | None = None  # the result of a step that has not ended
         self._result: dict[str, Any] | None = None
         self.reasons.put_in(self._scheduler)
-        self._put(self.run_line)
-        self._write("start")
-        self.flush()
+        try:
+            self._put(self.run_line)
+            self._write("start")
+            self.flush()
+        except BaseException:
+            self.reasons.take_out(self._scheduler)
+            raise
 
     def take_out(self) -> None:
         """Stop recording: restore the engine's parts and close the file."""

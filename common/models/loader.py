@@ -138,9 +138,12 @@ def load_model(
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # not UTF-8, not JSON
         raise ValueError(f"cannot read {path} as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object")
+    return value
 
 
 def _open_tensors(path: Path) -> dict[str, Any]:
@@ -156,7 +159,10 @@ def _open_tensors(path: Path) -> dict[str, Any]:
             "because reading a pickled one may run any code"
         )
     files = [_open_file(path, file_name) for file_name in file_names]
-    return {name: file.get_slice(name) for file in files for name in sorted(file.keys())}
+    found = {name: file.get_slice(name) for file in files for name in sorted(file.keys())}
+    if len(found) < sum(len(list(file.keys())) for file in files):
+        raise ValueError(f"{path} has a tensor in two files")
+    return found
 
 
 def _open_file(path: Path, file_name: str) -> Any:

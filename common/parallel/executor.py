@@ -107,8 +107,13 @@ class Executor:
         self._check()
         messages = [content] * len(self.links) if isinstance(content, bytes) else content
         with interrupts_held():
-            for link, data in zip(self.links, messages, strict=True):
-                self._channel.send(link.rank, data)
+            try:
+                for link, data in zip(self.links, messages, strict=True):
+                    self._channel.send(link.rank, data)
+            except BaseException as error:
+                self.failure = f"only some ranks got a message: {error!r}"
+                self._kill()
+                raise
 
     def ask(self, kind: str, **content: Any) -> int:
         """Send all workers a message that they answer. Returns its number."""

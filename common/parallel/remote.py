@@ -107,21 +107,28 @@ class RemoteAdapters:
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
+        self._loaded: set[str] = set()  # digests
 
     def load(self, directory: str | Path) -> str:
         path = str(Path(directory).expanduser().resolve())
         number = self.executor.ask("load_adapter", directory=path)
         answers = self.executor.answers(number, "reading an adapter", START_TIMEOUT_S)
-        for answer in answers:
-            if answer["kind_of_error"]:
-                raise OF_THE_USER[answer["kind_of_error"]](answer["sentence"])
-        digest = answers[0]["digest"]
-        if any(answer["digest"] != digest for answer in answers):
+        digests = {answer["digest"] for answer in answers if not answer["kind_of_error"]}
+        wrong = next((answer for answer in answers if answer["kind_of_error"]), None)
+        if wrong is not None or len(digests) > 1:
+            for digest in digests - self._loaded:  # of ranks that could read it
+                self.drop(digest)
+        if wrong is not None:
+            raise OF_THE_USER[wrong["kind_of_error"]](wrong["sentence"])
+        if len(digests) > 1:
             raise ValueError(f"{path} must be the same on all ranks: the file has changed")
+        (digest,) = digests
+        self._loaded.add(digest)
         return digest
 
     def drop(self, digest: str) -> None:
         """Drop the adapter. Ranks that are gone have lost it: the next step reports them."""
+        self._loaded.discard(digest)
         with suppress(WorkerError):
             self.executor.send(message.pack("drop_adapter", digest=digest))
 

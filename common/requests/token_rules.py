@@ -46,8 +46,8 @@ def token_rules_of(
         allowed_ids = sorted(set(check_ids("allowed_token_ids", list(allowed))))
         require(bool(allowed_ids), "allowed_token_ids", allowed, some)
     for value in bias.values():
-        is_right = isinstance(value, int | float) and abs(value) <= MAX_BIAS
-        require(is_right, "logit_bias", value, f"numbers in [-{MAX_BIAS}, {MAX_BIAS}]")
+        is_right = isinstance(value, int | float | np.number) and abs(value) <= MAX_BIAS
+        require(bool(is_right), "logit_bias", value, f"numbers in [-{MAX_BIAS}, {MAX_BIAS}]")
     bad = [_checked(ids, check_ids) for ids in without_texts(words, tokenizer, vocab_size)]
     ruled_out = {ids[0] for ids in bad if len(ids) == 1}
     is_left = allowed_ids is None or not ruled_out.issuperset(allowed_ids)

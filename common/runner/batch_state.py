@@ -111,9 +111,10 @@ class BatchState(SharingRunnerState):
     def admit(self, new: NewRequestData) -> None:
         for name in new.features:
             if name in self._late:
-                plugin = self._late.pop(name)()
+                plugin = self._late[name]()
                 plugin.grow(len(self.num_tokens))
                 self.plugins.append(plugin)
+                del self._late[name]  # last: after a step that fails before, the next one tries
         super().admit(new)
         for plugin in self.plugins:
             plugin.admit(self.row_of[new.req_id], new)

@@ -89,6 +89,8 @@ class SpeculativeSampler(Sampler):
         lens = np.diff(first, append=len(sampling.rows))
         names = [sampling.req_ids[row] for row in first]
         probs = [self.draft_probs(name) if name in drafts else None for name in names]
+        # Of the trial step that measures memory, a proposer had fewer drafts.
+        probs = [None if q is None or len(q) < n - 1 else q for q, n in zip(probs, lens)]
         has_probs = np.array([q is not None for q in probs], dtype=bool)
         # They can include trimmed drafts, which `kept` leaves out.
         kept = [q[: n - 1] for q, n in zip(probs, lens) if q is not None]

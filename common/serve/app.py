@@ -123,7 +123,9 @@ class Server:
             params=params,
             request_id=_name_of(body, request),
             reader=reader,
-            prompt_end="" if body.continue_final_message else self.chat.prompt_end(text),
+            prompt_end=self.chat.prompt_end(
+                text, body.messages[-1] if body.continue_final_message else None
+            ),
         )
         return await self._generate(answer, [ids])
 

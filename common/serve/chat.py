@@ -63,9 +63,13 @@ class ChatPrompts:
             return None
         return Reader(tools, has_reasoning, shows_reasoning)
 
-    def prompt_end(self, prompt: str) -> str:
+    def prompt_end(self, prompt: str, continued: dict[str, Any] | None = None) -> str:
         """Return the prompt's end from its last mark of reasoning on, if the answer begins after
-        it, else ""."""
+        it, else "". Of a `continued` message, its thought, if that is open."""
+        if continued is not None:
+            begun = str(continued.get("content") or "")
+            start = begun.rfind(THINK)
+            return begun[start:] if start > begun.rfind(END_THINK) else ""
         before = prompt.rstrip()
         for mark in THINK, END_THINK:
             if before.endswith(mark):

@@ -35,7 +35,7 @@ _DECODER = json.JSONDecoder(strict=False)  # a model can write line breaks withi
 _ID_LETTERS = string.ascii_letters + string.digits  # Mistral's templates allow only nine of these
 _SEPARATORS = " \n\r\t,[]"  # of an array of calls
 _BEGINNING = regex.compile(rf"\s*{THINK}")
-_MARK = regex.compile(rf"\n*(?:{END_THINK}|{CALL})|\s*{END_CALL}")
+_MARK = regex.compile(f"{END_THINK}|{CALL}|{END_CALL}")
 
 
 # -- the tools of a chat request
@@ -193,13 +193,18 @@ class Reply:
         if self._is_after_mark:
             self._text = self._text.lstrip("\n")
         found = _MARK.search(self._text, partial=not is_last)
-        start = len(self._text) if found is None else found.start()
+        end = len(self._text) if found is None else found.start()
+        start = end
+        if found is not None or not is_last:  # line breaks before a mark go with it
+            keeps_spaces = found is not None and not found.partial and found[0] != END_CALL
+            start = len(self._text[:end].rstrip("\n" if keeps_spaces else None))
+        num_chars = end - start + (0 if found is None else len(found[0]))  # of mark and breaks
         self._add_text(fields, self._text[:start])
         self._text = self._text[start:]
         if found is None or found.partial:
             return False
-        mark = found[0]
-        rest = self._text[len(mark) :]
+        mark = self._text[:num_chars]
+        rest = self._text[num_chars:]
         is_call = mark.endswith(CALL) and self._tools.choice == "auto"
         if is_call:
             body = rest.lstrip()

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -70,6 +71,13 @@ Strings = Annotated[list[str], Field(fail_fast=True, max_length=1024)]
 Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 MAX_BIASES = 1024
 MAX_NAME = 1024  # characters of a string that is compared or hashed
+
+
+def _few(value: Any) -> Any:
+    """Refuse a long dictionary before its entries are looked at."""
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise ValueError(f"must have at most {MAX_BIASES} entries")
+    return value
 
 
 class Body(BaseModel):
@@ -166,7 +174,7 @@ class GenerateBody(RuleNumbers):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    logit_bias: dict[int, float] | None = Field(None, max_length=MAX_BIASES)
+    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_few)] = None
     allowed_token_ids: Numbers | None = None
     bad_words: Strings | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -296,6 +304,8 @@ class ChatBody(GenerateBody, TemplateBody):
         """Return the tools and their choice. Raises `ApiError`."""
         functions = [tool.function for tool in self.tools or ()]
         schemas = {f.name: {"type": "object"} | (f.parameters or _NO_PARAMETERS) for f in functions}
+        if len(schemas) < len(functions) or any(s["type"] != "object" for s in schemas.values()):
+            raise bad("tools must have names of their own, and schemas of objects", "tools")
         choice = self.tool_choice or ("auto" if schemas else "none")
         name = ""
         if isinstance(choice, Tool):

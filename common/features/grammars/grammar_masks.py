@@ -187,7 +187,7 @@ class Matched:
         if the library gave up at the first row."""
         if self._has_ended:
             return True
-        ahead = self._ahead()
+        ahead = self._ahead() if drafts else self
         for i, draft in enumerate([*drafts, -1]):
             ahead._fill_row(bits[row + i], self._num_taken + i)
             if draft < 0 or not ahead._accept(draft) or ahead._has_ended:
