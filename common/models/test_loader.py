@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -162,6 +163,21 @@ def test_shards_give_the_weights_of_the_single_file(checkpoint, tmp_path):
     model.save_pretrained(path, max_shard_size="30KB")
     assert len(list(path.glob("model-*.safetensors"))) > 3 and not (path / WEIGHTS).exists()
     assert_same_weights(state(path), before)
+
+
+def test_a_tensor_in_two_files_is_refused(checkpoint, tmp_path):
+    path = tmp_path / "twice"
+    shutil.copytree(checkpoint, path)
+    for name in ("a.safetensors", "b.safetensors"):
+        shutil.copy(path / WEIGHTS, path / name)
+    (path / WEIGHTS).unlink()
+    index = {"weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}
+    (path / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="a tensor in two files"):
+        load_model(path)
+    (path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="must hold a JSON object"):
+        load_model(path)
 
 
 def test_missing_things_are_file_not_found(checkpoint, tmp_path, monkeypatch):

@@ -322,3 +322,24 @@ def test_whatever_is_planned_rows_are_what_lists_would_be(layout: str, first_see
                 rows, state.num_tokens[rows], list(sampled.values())
             )
             check_state(state, plans)
+
+
+def test_a_plugin_that_could_not_be_made_is_made_for_the_next_request() -> None:
+    """Else a grammar would constrain nothing after a step that failed."""
+    made = [Told()]
+
+    def make() -> RunnerPlugin:
+        if made:
+            return made.pop()
+        raise MemoryError
+
+    state = BatchState(2, 4, SamplingColumns(), late={"told": make})
+    new = NewRequestData("a", [1], SamplingParams(), 0, ([1],))
+    new.features["told"] = ["a"]
+    told = made.pop()
+    with pytest.raises(MemoryError):
+        state.admit(new)
+    state.reset()
+    made.append(told)
+    state.admit(new)
+    assert told in state.plugins

@@ -113,6 +113,8 @@ def test_where_in_the_prompt_the_answer_begins(
 ) -> None:
     chat = ChatPrompts(TOKENIZER, EITHER, reasoning_parser=parser)
     assert chat.prompt_end(prompt) == expected
+    for begun, end in (("<think>\nFirst", "<think>\nFirst"), ("<think>a</think>b", ""), ("c", "")):
+        assert chat.prompt_end(prompt, {"role": "assistant", "content": begun}) == end
 
 
 def test_a_parser_that_is_named_decides() -> None:

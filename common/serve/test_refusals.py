@@ -309,6 +309,7 @@ OTHERS: list[tuple[str, dict[str, Any], str | None]] = [
     *((CHAT, FORCED | {"tools": tools}, "tool_choice") for tools in (None, [])),
     (CHAT, {"tools": [], "tool_choice": "auto"}, "tool_choice"),
     (CHAT, {"tools": [TOOL]}, "tools"),  # the template ignores them
+    (CHAT, FORCED | {"tools": [TOOL, TOOL]}, "tools"),
     (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "messages"),
     *((f"{path}/render", {"temperature": -1}, "temperature") for path in (COMPLETIONS, CHAT)),
     ("/tokenize", {"prompt": "\ud800"}, "prompt"),

@@ -24,7 +24,7 @@ BUDGETS = {
     "04_scheduler": (12_500, 25_800, 3000, 0, 0, 13_700),
     "05_spec_decode": (9950, 19_100, 2200, 0, 0, 6750),
     "06_chunked_prefill": (4550, 8250, 950, 0, 0, 5700),
-    "common": (100_000, 146_800, 17_400, 5550, 70, 13_600),
+    "common": (100_000, 147_200, 17_400, 5550, 70, 13_600),
     "workshop": (74_600, 38_000, 4950, 740, 3700, 3900),
 }
 LOADED_LINES = 12_540  # of what a default `LLM()` loads, docstrings and the pages they name too

@@ -110,6 +110,7 @@ def test_all_roles_at_once(oracle, loaded) -> None:
     ("field", "make", "said"),
     [
         ("prefix_cache", lambda **_: OwnCache(BlockPool(9), 4), "got .*OwnCache"),
+        ("prefix_cache", lambda pool, **_: OwnCache(pool, 32), "block_size.*OwnCache"),
         ("scheduler", lambda **_: Scheduler(max_num_seqs=4), "kv_memory, got .*Scheduler"),
         ("scheduler", lambda **_: None, "None"),
     ],
