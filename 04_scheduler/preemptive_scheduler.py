@@ -107,7 +107,7 @@ class PreemptiveScheduler(BaseScheduler):
         self.chunk_policy = chunk_policy or Unchunked()
         self.max_prompt_len = self.chunk_policy.max_prompt_len(max_num_batched_tokens)
         self.preempts_for_priority = False
-        # Tokens that preempted requests computed anew so far: lost, and not found in the cache.
+        # Tokens that preempted requests have computed again: lost, and not found in the cache.
         self.num_recomputed_tokens = 0
         # Computed tokens that each preempted request lost.
         self._num_preempted_tokens: dict[str, int] = {}

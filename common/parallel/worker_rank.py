@@ -114,7 +114,7 @@ class Rank:
     def _answer_in_thread(self, number: int, step: StepHandle) -> None:
         try:
             self._answer_plan(number, step)
-        except BaseException as error:  # which nobody else would see
+        except BaseException as error:  # seen nowhere else
             logger.exception("the answer to step %d has failed", number)
             self.channel.send(message.pack_error(error))
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["AsyncLLM", "EngineError", "PromptTooLong", "QueueFull", "RequestDelta"]
 LONG_TEXT = 4096  # characters; a longer prompt is tokenized outside the loop
 CLOSED = "the engine is closed; create a new one"
-_LONG_TEXTS = ThreadPoolExecutor(1, "long texts")  # waiting texts of who has left are never done
+_LONG_TEXTS = ThreadPoolExecutor(1, "long texts")  # texts of callers that have left are never done
 
 
 class Mailbox:

@@ -40,7 +40,7 @@ class GateConfig:
     allowed_hosts: tuple[str, ...] = ()  # additional names: of a proxy, of a container's host
     allowed_origins: tuple[str, ...] = ()  # of pages that may send requests; "*": all pages
     metrics_need_key: bool = True
-    # Opens `/events`, with everybody's prompts, and the rest: for who reads what the server prints.
+    # Opens `/events`, with all users' prompts, and the rest; the server prints it.
     events_key: str = field(default_factory=secrets.token_urlsafe, compare=False, repr=False)
 
     @property

@@ -14,7 +14,7 @@ The engine's thread passes text to the loop and never waits. Up to `MAX_BEHIND` 
 viewer; then its stream ends, and the page asks for another one, which begins with the state at that
 time.
 
-The events have everybody's prompts and answers, so they need the key in the address that the
+The events have all users' prompts and answers, so they need the key in the address that the
 server prints, also where there is an API key.
 
 See common/serve/README.md#seen-live"""
